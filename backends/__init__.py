@@ -1,0 +1,1 @@
+"""Engines that ruler_bench can drive; imports nothing from ruler_bench."""
