@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
-
-from rapidfuzz import process
-from rapidfuzz.distance import DamerauLevenshtein
 
 from backends.base import ConfigurationError
 
@@ -16,13 +14,7 @@ class UsageError(ConfigurationError):
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name closest to `name`, or None when none is close."""
-    found = process.extractOne(
-        name,
-        sorted(allowed),
-        scorer=DamerauLevenshtein.normalized_similarity,
-        score_cutoff=0.5,
-    )
-    return None if found is None else str(found[0])
+    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)), None)
 
 
 def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UsageError:

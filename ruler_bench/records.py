@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import errno
+import json
+import os
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+
+from ruler_bench.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +71,114 @@ class Record:
     peak_device_bytes: int | None = None
     kernel: str | None = None
     density: float | None = None
+
+
+def to_line(record: Record) -> str:
+    """Return the record as one line of JSON, newline included."""
+    return json.dumps(asdict(record), ensure_ascii=True, allow_nan=False) + "\n"
+
+
+_FIELDS = {one.name for one in fields(Record)}
+_REQUIRED = {one.name for one in fields(Record) if one.default is MISSING}
+_TUPLES = ("expected", "output_tokens", "logits_digest", "top2_margin")
+
+
+def from_line(line: str) -> Record:
+    """Return the record that a line holds.
+
+    Raises:
+        ValueError: the line is no JSON object with a record's fields.
+    """
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    missing, unknown = _REQUIRED - values.keys(), values.keys() - _FIELDS
+    if missing or unknown:
+        raise ValueError(f"not a record: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    for name in _TUPLES:
+        if values.get(name) is not None:
+            values[name] = tuple(values[name])
+    return Record(**values)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a complete file; the last line for a key wins.
+
+    A half-written last line, as a killed process leaves it, is not read.
+
+    Raises:
+        UsageError: a line before the last is damaged; names the line.
+    """
+    if not path.exists():
+        return []
+    latest: dict[tuple[str, int], Record] = {}
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    for number, line in enumerate(_complete_lines(text), start=1):
+        try:
+            record = from_line(line)
+        except ValueError as error:
+            raise UsageError(
+                f"{path} line {number} is damaged ({error}). Restore the file from a copy, delete "
+                "that line to run its sample again, or start anew with overwrite=true."
+            ) from error
+        latest[record.arm, record.step] = record
+    return sorted(latest.values(), key=lambda record: (record.arm, record.step))
+
+
+def _complete_lines(text: str) -> list[str]:
+    return text.split("\n")[:-1]
+
+
+def repair_last_line(path: Path) -> int:
+    """Cut off a half-written last line; return how many bytes were cut, 0 for a whole file."""
+    if not path.exists():
+        return 0
+    data = path.read_bytes()
+    half = len(data) - (data.rfind(b"\n") + 1)
+    if half:
+        with path.open("r+b") as file:
+            file.truncate(len(data) - half)
+            os.fsync(file.fileno())
+    return half
+
+
+class RecordingError(RuntimeError):
+    """A record could not be written (a full disk); what was written before is kept."""
+
+
+class RecordWriter:
+    """Appends records to a file, each on disk before `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.written = 0
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: Record) -> None:
+        """Write one line and wait until it is on disk.
+
+        Raises:
+            RecordingError: the line could not be written whole; it is taken back.
+        """
+        start = self._file.tell()
+        data = to_line(record).encode()
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._take_back(start)
+            raise RecordingError(
+                f"could not record ordinal {record.ordinal} in {self.path}: {error.strerror}. "
+                "The samples before it are kept; make room and run the same command again."
+            ) from error
+        self.written += 1
+
+    def _take_back(self, size: int) -> None:
+        # A full disk still allows shrinking; if even that fails, resume repairs the line.
+        with contextlib.suppress(OSError):
+            self._file.truncate(size)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,231 @@
+"""Hydra for people: one app runner whose errors are one line, with the nearest valid name.
+
+Hydra's own messages take several lines and end in a hint about HYDRA_FULL_ERROR. Here its
+exceptions are let through and put into the project's words; jobs of a sweep write their status
+into their folder, since `hydra.main` drops return values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from backends.base import ConfigurationError
+from ruler_bench.config import config_dir, register_schemas
+from ruler_bench.errors import UsageError, nearest, unknown_name
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+STATUS_FILE = "status.json"
+
+Job = Callable[[DictConfig], "JobResult"]
+
+
+class JobResult:
+    """What a job tells the sweep it belongs to: an exit status and the folders it wrote."""
+
+    def __init__(self, status: int, folders: list[Path] | None = None) -> None:
+        self.status = status
+        self.folders = folders or []
+
+
+def run_app(config_name: str, job: Job) -> list[JobResult]:
+    """Compose the command line and run `job` once, or once a cell of a sweep.
+
+    Args:
+        config_name: a file of configs/, without its suffix.
+        job: gets the composed configuration; its own errors are printed and become status 2.
+
+    Returns:
+        One result a job. Empty when Hydra only printed something (`--help`, `--cfg`).
+
+    Raises:
+        UsageError: the command line cannot be composed.
+        KeyboardInterrupt: the sweep was interrupted; results of finished jobs are in its folder.
+    """
+    register_schemas()
+    # Let exceptions through instead of printing them Hydra's way.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    results: list[JobResult] = []
+
+    def task(config: DictConfig) -> None:
+        result = _guarded(job, config)
+        _write_status(result)
+        results.append(result)
+        if result.status == INTERRUPTED and _is_sweep():
+            raise KeyboardInterrupt
+
+    _check_values(sys.argv[1:])
+    app = hydra.main(
+        version_base="1.3", config_path=str(config_dir().absolute()), config_name=config_name
+    )(task)
+    try:
+        app()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _in_our_words(error, config_name) from error
+    return results
+
+
+def _guarded(job: Job, config: DictConfig) -> JobResult:
+    # An exception inside one job of a sweep must not take the other jobs with it.
+    try:
+        return job(config)
+    except ConfigurationError as error:
+        print_error(error)
+        return JobResult(USAGE_ERROR)
+    except OmegaConfBaseException as error:
+        print_error(UsageError(_first_line(error)))
+        return JobResult(USAGE_ERROR)
+    except KeyboardInterrupt:
+        return JobResult(INTERRUPTED)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error as one line on stderr."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _is_sweep() -> bool:
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def choices_and_overrides() -> tuple[dict[str, str], list[str], bool]:
+    """Return Hydra's choice of each group, this job's overrides, and whether it is a sweep."""
+    config = HydraConfig.get()
+    choices = {str(group): str(choice) for group, choice in config.runtime.choices.items()}
+    return choices, list(config.overrides.task), _is_sweep()
+
+
+# --- the status of each job of a sweep ----------------------------------------------------------
+
+
+def _write_status(result: JobResult) -> None:
+    if not _is_sweep():
+        return
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "status": result.status,
+        "folders": [str(one) for one in result.folders],
+        "overrides": list(HydraConfig.get().overrides.task),
+    }
+    (folder / STATUS_FILE).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_statuses(sweep: Path) -> list[JobResult]:
+    """Return the results that the jobs of a sweep wrote, in the order of the jobs."""
+    found = [one for one in sweep.glob(f"*/{STATUS_FILE}") if one.parent.name.isdigit()]
+    results = []
+    for path in sorted(found, key=lambda one: int(one.parent.name)):
+        values = json.loads(path.read_text())
+        folders = [Path(one) for one in values["folders"]]
+        results.append(JobResult(int(values["status"]), folders))
+    return results
+
+
+# --- the user's words ---------------------------------------------------------------------------
+
+
+def _check_values(arguments: list[str]) -> None:
+    """Refuse overrides that Hydra would take in silence and that mean nothing.
+
+    Raises:
+        UsageError: `key=` without a value; `+key=value`, which would add an unknown key.
+    """
+    for argument in arguments:
+        if argument.startswith("-") or "=" not in argument:
+            continue
+        key, _, value = argument.partition("=")
+        if value == "":
+            raise UsageError(
+                f"{argument}: has no value; write {key}=VALUE, or {key}=null for none."
+            )
+
+
+def _in_our_words(error: Exception, config_name: str) -> UsageError:
+    if isinstance(error, MissingConfigException):
+        return _unknown_choice(error)
+    if isinstance(error, OverrideParseException):
+        return UsageError(
+            f"{error.override}: cannot be read. Settings are key=value; a value with =, brackets, "
+            "commas, spaces or ~ goes in two pairs of quotes: 'key=\"VALUE\"'."
+        )
+    chain = [error, error.__cause__, error.__context__]
+    for one in chain:
+        key = getattr(one, "full_key", None)
+        if isinstance(one, OmegaConfBaseException) and key:
+            return _bad_key(str(key), one, config_name)
+    text = _first_line(error)
+    match = re.match(r"Could not override '([^']+)'", text)
+    if match:
+        return _unknown_key(match[1], config_name)
+    return UsageError(text)
+
+
+def _unknown_choice(error: MissingConfigException) -> UsageError:
+    group, _, name = str(error.missing_cfg_file or "").rpartition("/")
+    if error.options is None or not group:
+        return UsageError(_first_line(error))
+    return unknown_name(group.split("@")[0], name, [str(one) for one in error.options])
+
+
+def _bad_key(key: str, error: OmegaConfBaseException, config_name: str) -> UsageError:
+    text = _first_line(error)
+    if "not in struct" in text or "not in 'RunConfig'" in text or "not in 'PrepareConfig'" in text:
+        return _unknown_key(key, config_name)
+    match = re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text)
+    if match:
+        kind = {"Integer": "an integer", "Boolean": "true or false"}.get(match[2], match[2])
+        return UsageError(f"{key}={match[1]}: must be {kind}.")
+    return UsageError(f"{key}: {text}")
+
+
+def _unknown_key(key: str, config_name: str) -> UsageError:
+    known = _known_keys(config_name)
+    # A dotted key belongs to one group: listing that group's keys says more than listing all.
+    prefix = key.rpartition(".")[0]
+    siblings = [one for one in known if one.rpartition(".")[0] == prefix]
+    close = nearest(key, known)
+    hint = f" Did you mean {close}?" if close else ""
+    return UsageError(f"unknown key {key}.{hint} Allowed: {', '.join(siblings or known)}.")
+
+
+def _known_keys(config_name: str) -> list[str]:
+    """Return every key of the configuration with the user's own choice of groups."""
+    groups = ("task", "backend", "model")
+    chosen = [
+        argument.split(",")[0] for argument in sys.argv[1:] if argument.partition("=")[0] in groups
+    ]
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
+        try:
+            config = hydra.compose(config_name, overrides=chosen)
+        except (HydraException, OmegaConfBaseException):
+            config = hydra.compose(config_name)
+    return sorted(_flat_keys(OmegaConf.to_container(config)))
+
+
+def _flat_keys(values: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            keys += _flat_keys(value, f"{prefix}{name}.")
+        elif name != "_target_" or prefix == "backend.":
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,422 @@
+"""The schema of configs/, its range checks, and what becomes of it: one Cell for each run.
+
+A command line is composed by Hydra into a RunConfig; `cells` checks it and turns it into Cells, one
+a length, each with its own result folder. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ruler_bench.errors import UsageError, unknown_name
+from ruler_bench.tasks import TaskSpec
+
+ARMS = ("persistent",)
+MAX_SEED = 2**32 - 1
+PACKAGED_PREFIX = "package:"
+GROUPS_IN_FOLDER_NAME = ("task", "backend", "model", "length")
+KEYS_WITHOUT_RESULTS = frozenset(
+    {"num_samples", "indices", "threads", "device", "workers", "overwrite", "out", "dry_run"}
+)
+
+
+@dataclass
+class DataConfig:
+    """Keys that decide the samples; shared by both commands."""
+
+    task: Any = MISSING
+    model: Any = MISSING
+    length: Any = 4096
+    num_samples: int = 20
+    seed: int = 42
+    template: str = "base"
+    tokenizer: str | None = None
+
+
+@dataclass
+class RunConfig(DataConfig):
+    """Keys of `python -m ruler_bench`; docs/design.md and --help say what each means."""
+
+    backend: Any = MISSING
+    experiment: Any = None
+    indices: Any = None
+    device: str = "auto"
+    threads: int | None = None
+    arms: list[str] = field(default_factory=lambda: ["persistent"])
+    out: str | None = None
+    overwrite: bool = False
+    dry_run: bool = False
+
+
+@dataclass
+class PrepareConfig(DataConfig):
+    """Keys of `python -m ruler_bench.prepare`."""
+
+    out: str = MISSING
+
+
+def register_schemas() -> None:
+    """Make the schemas known to Hydra under the names that configs/*.yaml use."""
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    store.store(name="prepare_schema", node=PrepareConfig)
+
+
+def config_dir() -> Path:
+    """Return the folder of the YAML files: inside the installed package, else the checkout's."""
+    packaged = Path(__file__).parent / "configs"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a task at one length on one backend, in its own folder.
+
+    Attributes:
+        task: what is asked.
+        length: tokens of prompt and generation together.
+        ordinals: the samples to run, ascending.
+        seed, template: of the data.
+        tokenizer: as the user named it; the model's where they named none.
+        backend: name of the configuration.
+        backend_settings: the composed backend configuration, `_target_` included.
+        model: name of the configuration.
+        model_path: folder or hub name, as the user gave it (`package:probe` for ours).
+        good_length_tokens: up to where the model is known to be good, or None.
+        device: "cpu", "cuda" or "cuda:N".
+        threads: CPU threads of the engine.
+        arms: streams to run.
+        folder: where the results go.
+    """
+
+    task: TaskSpec
+    length: int
+    ordinals: tuple[int, ...]
+    seed: int
+    template: str
+    tokenizer: str
+    backend: str
+    backend_settings: dict[str, Any]
+    model: str
+    model_path: str
+    good_length_tokens: int | None
+    device: str
+    threads: int
+    arms: tuple[str, ...]
+    folder: Path
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the results, as plain JSON values, for the manifest and for resume.
+
+        num_samples and indices are not part of it: a folder may grow.
+        """
+        return {
+            "task": dataclasses.asdict(self.task),
+            "length": self.length,
+            "seed": self.seed,
+            "template": self.template,
+            "tokenizer": portable_path(self.tokenizer),
+            "backend": {
+                "name": self.backend,
+                **_without_secrets(self.backend_settings),
+            },
+            "model": {"name": self.model, "path": portable_path(self.model_path)},
+            "device": self.device,
+            "threads": self.threads,
+        }
+
+
+def portable_path(text: str) -> str:
+    """Return an existing absolute path relative to the working directory; anything else as it is.
+
+    Manifests are shared: they should not tell where somebody's home folder lies.
+    """
+    if Path(text).is_absolute() and Path(text).exists():
+        return os.path.relpath(text)
+    return text
+
+
+_SECRET_KEY = re.compile(r"api_?key|secret|password|passphrase|credential|bearer", re.IGNORECASE)
+
+
+def is_secret_key(key: str) -> bool:
+    """Tell whether a setting's name says that its value must not be written down."""
+    return bool(_SECRET_KEY.search(key))
+
+
+def _without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: "(not written down)"
+        if is_secret_key(key) and value is not None
+        else _without_secrets(value)
+        if isinstance(value, dict)
+        else portable_path(value)
+        if isinstance(value, str)
+        else value
+        for key, value in settings.items()
+    }
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value` as an integer within [low, high].
+
+    Raises:
+        UsageError: it is no integer or out of range; names the key, the value and what is allowed.
+    """
+    allowed = f"an integer of at least {low}" if high is None else f"an integer in {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{key}={value}: must be {allowed}.")
+    if value < low or (high is not None and value > high):
+        raise UsageError(f"{key}={value}: out of range; must be {allowed}.")
+    return value
+
+
+def parse_lengths(value: Any) -> tuple[int, ...]:
+    """Return the lengths that `length` names: an integer or a list of different integers."""
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise UsageError("length=[]: names no length; for instance length=4096 or [4096,8192].")
+    lengths = tuple(check_int("length", one, 1) for one in values)
+    if len(set(lengths)) != len(lengths):
+        raise UsageError(f"length={_shown(values)}: names a length twice.")
+    return lengths
+
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+
+
+def parse_ordinals(indices: Any, num_samples: int) -> tuple[int, ...]:
+    """Return the ordinals to run, ascending: `indices` where given, else the first num_samples.
+
+    Raises:
+        UsageError: an entry is neither an ordinal nor a range LOW-HIGH, or appears twice.
+    """
+    if indices is None:
+        return tuple(range(num_samples))
+    if not isinstance(indices, list) or not indices:
+        raise UsageError(
+            f"indices={_shown(indices)}: must be a list of ordinals and ranges, "
+            "for instance indices=[0-4,9] or indices=[17,37]."
+        )
+    ordinals: list[int] = []
+    for entry in indices:
+        ordinals.extend(_expand(entry))
+    doubled = sorted({one for one in ordinals if ordinals.count(one) > 1})
+    if doubled:
+        raise UsageError(f"indices={_shown(indices)}: names ordinal {doubled[0]} twice.")
+    return tuple(sorted(ordinals))
+
+
+MAX_ORDINAL = 999_999
+
+
+def _expand(entry: Any) -> Sequence[int]:
+    if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry <= MAX_ORDINAL:
+        return [entry]
+    match = _RANGE.fullmatch(entry) if isinstance(entry, str) else None
+    if match:
+        low, high = int(match[1]), int(match[2])
+        if low <= high <= MAX_ORDINAL:
+            return range(low, high + 1)
+    raise UsageError(
+        f"indices: {entry!r} is out of range; each entry must be an ordinal (0 to {MAX_ORDINAL}) "
+        "or a range such as 0-4."
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(str(one) for one in value) + "]"
+    return str(value)
+
+
+def check_arms(arms: Sequence[str]) -> tuple[str, ...]:
+    """Return the arms, each known and named once."""
+    if not arms:
+        raise UsageError(f"arms=[]: names no arm. Allowed: {', '.join(ARMS)}.")
+    for arm in arms:
+        if arm not in ARMS:
+            raise unknown_name("arm", arm, ARMS)
+    if len(set(arms)) != len(arms):
+        raise UsageError(f"arms={_shown(list(arms))}: names an arm twice.")
+    return tuple(arms)
+
+
+def resolve_device(device: str) -> str:
+    """Return the device to use: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        UsageError: the name is unknown, or CUDA is asked for and not there.
+    """
+    if device == "cpu":
+        return device
+    if device != "auto" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise unknown_name("device", device, ("auto", "cpu", "cuda", "cuda:0"))
+    import torch  # noqa: PLC0415 (seconds; not needed where device=cpu)
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"device={device}: torch {torch.__version__} sees no CUDA GPU here; "
+            "use device=cpu, or install a CUDA build of torch."
+        )
+    number = int(device.partition(":")[2] or 0)
+    if number >= torch.cuda.device_count():
+        raise UsageError(
+            f"device={device}: there are {torch.cuda.device_count()} GPUs, "
+            f"cuda:0 to cuda:{torch.cuda.device_count() - 1}."
+        )
+    return device
+
+
+def default_threads() -> int:
+    """Return the cores this process may use, less one for everything else, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+# --- from composed configuration to cells -------------------------------------------------------
+
+
+def task_spec(config: DictConfig) -> TaskSpec:
+    """Return the checked task of a composed configuration."""
+    values: dict[str, Any] = _plain(config.task)
+    names = {one.name for one in dataclasses.fields(TaskSpec)}
+    for key in values:
+        if key not in names:
+            raise unknown_name("key", f"task.{key}", [f"task.{name}" for name in names])
+    return TaskSpec(**values)
+
+
+def tokenizer_name(config: DictConfig) -> str:
+    """Return the tokenizer's name: the user's, else the model's."""
+    return config.tokenizer or model_path(config)
+
+
+def model_path(config: DictConfig) -> str:
+    """Return the model's path as the user gave it.
+
+    Raises:
+        UsageError: model=local without model.path.
+    """
+    if OmegaConf.is_missing(config.model, "path"):
+        raise UsageError(
+            "model.path is missing: say where the model is, "
+            "for instance model=local model.path=DIR_OR_HUB_NAME."
+        )
+    path = config.model.path
+    if not isinstance(path, str) or not path:
+        raise UsageError(f"model.path={path}: must be a folder or a hub name.")
+    return path
+
+
+def check_data_keys(config: DictConfig) -> None:
+    """Check the keys that both commands share."""
+    check_int("num_samples", config.num_samples, 1, MAX_ORDINAL + 1)
+    check_int("seed", config.seed, 0, MAX_SEED)
+
+
+def cells(
+    config: DictConfig, choices: dict[str, str], overrides: list[str], sweep: bool = False
+) -> list[Cell]:
+    """Turn a composed configuration into the runs it names, one a length.
+
+    Args:
+        config: the composed RunConfig.
+        choices: Hydra's choice for each config group.
+        overrides: the user's overrides, `key=value`, groups included.
+        sweep: whether this is one job of a multirun, whose `out` holds one folder a job.
+
+    Raises:
+        UsageError: a value is out of range or names nothing known.
+    """
+    check_data_keys(config)
+    threads = default_threads() if config.threads is None else config.threads
+    check_int("threads", threads, 1)
+    lengths = parse_lengths(_plain(config.length))
+    ordinals = parse_ordinals(_plain(config.indices), config.num_samples)
+    arms = check_arms(_plain(config.arms))
+    backend_settings: dict[str, Any] = _plain(config.backend)
+    spec = task_spec(config)
+    path = model_path(config)
+    tokenizer = tokenizer_name(config)
+    device = resolve_device(config.device)
+    folder = _result_folder(config, choices, overrides, lengths, sweep)
+    return [
+        Cell(
+            task=spec,
+            length=length,
+            ordinals=ordinals,
+            seed=config.seed,
+            template=config.template,
+            tokenizer=tokenizer,
+            backend=choices["backend"],
+            backend_settings=backend_settings,
+            model=choices["model"],
+            model_path=path,
+            good_length_tokens=config.model.good_length_tokens,
+            device=device,
+            threads=threads,
+            arms=arms,
+            folder=folder if len(lengths) == 1 else folder / str(length),
+        )
+        for length in lengths
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    return value
+
+
+def _result_folder(
+    config: DictConfig,
+    choices: dict[str, str],
+    overrides: list[str],
+    lengths: Sequence[int],
+    sweep: bool,
+) -> Path:
+    """Name the folder after everything that changes results, so that no two runs share one."""
+    if config.out is not None and not sweep:
+        return Path(config.out)
+    joined = "-".join(str(length) for length in lengths)
+    parts = [choices["task"], choices["backend"], choices["model"], joined]
+    for override in sorted(overrides):
+        key, _, value = override.lstrip("+~").partition("=")
+        if not (key in GROUPS_IN_FOLDER_NAME or key in KEYS_WITHOUT_RESULTS or is_secret_key(key)):
+            parts.append(_folder_part(key, value))
+    return Path(config.out or "results") / _short("_".join(parts))
+
+
+MAX_FOLDER_NAME = 200
+
+
+def _folder_part(key: str, value: str) -> str:
+    """Return `key-value` in characters that suit a folder; a hash keeps changed values apart."""
+    text = f"{key}-{value}"
+    safe = re.sub(r"[^A-Za-z0-9.,+-]+", "~", text)
+    return safe if safe == text else f"{safe}~{_digest(text)}"
+
+
+def _short(name: str) -> str:
+    if len(name.encode()) <= MAX_FOLDER_NAME:
+        return name
+    return f"{name[:160]}~{_digest(name)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

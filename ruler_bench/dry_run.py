@@ -1,0 +1,38 @@
+"""What a run would do, for `dry_run=true`."""
+
+from __future__ import annotations
+
+from ruler_bench.config import Cell
+from ruler_bench.journal import read_run
+from ruler_bench.records import Record
+
+
+def describe_cell(cell: Cell) -> str:
+    """Return lines for a person: how many requests, of which size, into which folder."""
+    run = read_run(cell.folder)
+    records = [] if run is None else run.records
+    done = {one.ordinal for one in records if one.error is None} & set(cell.ordinals)
+    missing = len(cell.ordinals) - len(done)
+    lines = [
+        f"{cell.task.name} at {cell.length} tokens, {cell.backend} with {cell.model} "
+        f"on {cell.device}",
+        f"  requests: {missing} to run, {len(done)} recorded already",
+        f"  tokens: {missing * cell.length} of prompt and generation, at most",
+        f"  expected time: {_expected_time(missing, records)}",
+        f"  folder: {cell.folder}",
+    ]
+    return "\n".join(lines)
+
+
+def _expected_time(missing: int, records: list[Record]) -> str:
+    seconds = [
+        one.ttft_seconds + (one.decode_seconds or 0.0)
+        for one in records
+        if one.ttft_seconds is not None
+    ]
+    if not missing:
+        return "none, all is recorded"
+    if not seconds:
+        return "not known before a first sample has run in this folder"
+    mean = sum(seconds) / len(seconds)
+    return f"{missing * mean:.0f} s, at {mean:.2f} s a sample as recorded in this folder"

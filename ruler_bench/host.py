@@ -1,0 +1,80 @@
+"""Starts the engine that a configuration names, after checking every setting against it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hydra.utils import get_object
+
+from backends.base import HARNESS_ARGUMENTS, Backend
+from ruler_bench.errors import UsageError, unknown_name
+
+TARGET = "_target_"
+
+
+def backend_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
+    """Return the class or function that `_target_` names.
+
+    Raises:
+        UsageError: there is no `_target_`, or it cannot be imported.
+    """
+    target = settings.get(TARGET)
+    if not isinstance(target, str):
+        raise UsageError(
+            "backend._target_ is missing: name the class, "
+            "for instance backend._target_=my_package.MyEngine"
+        )
+    try:
+        found: Callable[..., Backend] = get_object(target)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"backend._target_={target}: cannot be imported ({reason}). Check the name, and that "
+            "its package is installed."
+        ) from error
+    return found
+
+
+def check_settings(factory: Callable[..., Backend], settings: dict[str, Any]) -> None:
+    """Check that the backend has every setting: none may be dropped in silence.
+
+    Raises:
+        UsageError: names the setting, the nearest one and all of them.
+    """
+    parameters = inspect.signature(factory).parameters.values()
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        raise UsageError(
+            f"backend._target_={settings[TARGET]}: takes **keywords, so that a typing error "
+            "would go unseen; give its constructor named parameters."
+        )
+    names = {one.name for one in parameters}
+    for key in settings:
+        if key != TARGET and key not in names:
+            raise unknown_name("key", f"backend.{key}", [f"backend.{name}" for name in names])
+    required = [one.name for one in parameters if one.default is inspect.Parameter.empty]
+    for name in required:
+        if name not in settings and name not in HARNESS_ARGUMENTS:
+            raise UsageError(f"backend.{name} is missing: {settings[TARGET]} needs it.")
+
+
+def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
+    """Build the engine of a composed backend configuration.
+
+    Args:
+        settings: the configuration, `_target_` included.
+        harness: a value for each of `HARNESS_ARGUMENTS`; used where the constructor has the
+            parameter and the user did not set it.
+
+    Raises:
+        UsageError, ConfigurationError: a setting is unknown or cannot be honoured.
+    """
+    factory = backend_factory(settings)
+    check_settings(factory, settings)
+    names = inspect.signature(factory).parameters
+    arguments = {key: value for key, value in settings.items() if key != TARGET}
+    for key, value in harness.items():
+        if key in names and arguments.get(key) is None:
+            arguments[key] = value
+    return factory(**arguments)

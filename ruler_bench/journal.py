@@ -1,0 +1,140 @@
+"""Journal: a run folder in use; what is recorded, what is missing, and the manifest beside it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from backends.base import Backend
+from ruler_bench import device, manifest, model_files
+from ruler_bench.config import Cell
+from ruler_bench.errors import UsageError
+from ruler_bench.records import Record, RecordWriter, read_records, repair_last_line
+from ruler_bench.report import Run
+from ruler_bench.tasks import DataSpec
+
+ERROR_LOG = "errors.log"
+
+
+class Journal:
+    """A run folder in use: what is recorded, what is missing, and the manifest beside it."""
+
+    def __init__(self, folder: Path, cell: Cell, data: DataSpec, model: Path) -> None:
+        self.folder = folder
+        self._records_path = folder / manifest.RECORDS
+        self.manifest = self._open(cell, data, model)
+        cut = repair_last_line(self._records_path)
+        if cut:
+            print(
+                f"{self._records_path}: the last line was half-written ({cut} bytes); cut it off, "
+                "its sample runs again.",
+                file=sys.stderr,
+            )
+        self._records = read_records(self._records_path)
+        self._writer = RecordWriter(self._records_path)
+
+    def _open(self, cell: Cell, data: DataSpec, model: Path) -> dict[str, Any]:
+        new = {
+            "config": cell.settings(),
+            "data": {**data.describe(), "fingerprint": data.fingerprint()},
+            "model_fingerprint": model_files.fingerprint(model),
+        }
+        old = manifest.read_manifest(self.folder)
+        if old is not None:
+            manifest.check_same(self.folder, {key: old.get(key) for key in new}, new)
+            return old
+        if self._records_path.exists() and self._records_path.stat().st_size:
+            raise UsageError(
+                f"{self.folder} has {manifest.RECORDS} and no {manifest.MANIFEST}, so that nobody "
+                "can tell what was run. Restore it from a copy, choose another folder with "
+                "out=DIR, or start anew with overwrite=true."
+            )
+        return {
+            "format_version": manifest.FORMAT_VERSION,
+            "task": cell.task.name,
+            "length": cell.length,
+            "backend": cell.backend,
+            "model": cell.model,
+            "metric": cell.task.metric,
+            "tokens_to_generate": cell.task.tokens_to_generate,
+            **new,
+            "backend_in_force": None,
+            "device": device.device_name(cell.device),
+            "versions": manifest.versions(),
+            "command": manifest.command(),
+            "started": manifest.now(),
+            "finished": None,
+            "lives": [],
+        }
+
+    def finished(self, arm: str) -> list[Record]:
+        """Return the arm's finished samples; those that failed are run again."""
+        return [one for one in self._records if one.arm == arm and one.error is None]
+
+    def begin_life(self, arm: str, backend: Backend) -> int:
+        """Note a new engine in the manifest and return its number within the arm, from 1.
+
+        Raises:
+            UsageError: its settings in force differ from those of the engines before it.
+        """
+        in_force = backend.describe()
+        if self.manifest["backend_in_force"] is not None:
+            manifest.check_same(
+                self.folder,
+                {"backend_in_force": self.manifest["backend_in_force"]},
+                {"backend_in_force": in_force},
+            )
+        self.manifest["backend_in_force"] = in_force
+        life = 1 + sum(one["arm"] == arm for one in self.manifest["lives"])
+        self.manifest["lives"].append(
+            {
+                "arm": arm,
+                "life": life,
+                "started": manifest.now(),
+                "versions": manifest.versions(),
+                "command": manifest.command(),
+            }
+        )
+        manifest.write_manifest(self.folder, self.manifest)
+        return life
+
+    def append(self, record: Record) -> None:
+        """Put a record on disk.
+
+        Raises:
+            RecordingError: the disk is full.
+        """
+        self._writer.append(record)
+        self._records = [
+            one for one in self._records if (one.arm, one.step) != (record.arm, record.step)
+        ]
+        self._records.append(record)
+
+    def log_error(self, ordinal: int) -> None:
+        """Keep the traceback of the error in hand; the record has its message only."""
+        with (self.folder / ERROR_LOG).open("a") as file:
+            file.write(f"{manifest.now()} ordinal {ordinal}\n{traceback.format_exc()}\n")
+
+    def close(self, ordinals: Sequence[int]) -> Run:
+        """Close the record file and return the records of the samples that were asked for."""
+        self._writer.close()
+        chosen = set(ordinals)
+        records = [one for one in self._records if one.ordinal in chosen]
+        return Run(
+            manifest=self.manifest, records=sorted(records, key=lambda one: (one.arm, one.step))
+        )
+
+
+def read_run(folder: Path) -> Run | None:
+    """Return what a run folder holds, or None where no run has begun.
+
+    Raises:
+        UsageError: manifest or records are damaged.
+    """
+    found = manifest.read_manifest(folder)
+    if found is None:
+        return None
+    return Run(manifest=found, records=read_records(folder / manifest.RECORDS))

@@ -1,0 +1,169 @@
+"""The run folder: manifest.json beside records.jsonl, and a lock so that one process owns it."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ruler_bench.config import is_secret_key, portable_path
+from ruler_bench.errors import UsageError
+
+FORMAT_VERSION = 1
+MANIFEST, RECORDS, LOCK = "manifest.json", "records.jsonl", ".lock"
+REPORTED_PACKAGES = (
+    "ruler-bench",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "wonderwords",
+    "triton",
+    "flash-attn",
+    "fa3-fwd",
+)
+
+
+def now() -> str:
+    """Return the time as ISO 8601 in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that decide bits."""
+    found = {"python": platform.python_version()}
+    for package in REPORTED_PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command() -> list[str]:
+    """Return the command line that started this process, without secrets and home folders."""
+    arguments = ["python", "-m", "ruler_bench"]
+    for argument in sys.argv[1:]:
+        key, equals, value = argument.partition("=")
+        if equals and is_secret_key(key):
+            value = "(not written down)"
+        arguments.append(key + equals + portable_path(value) if equals else portable_path(key))
+    return arguments
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the folder's manifest, or None where there is none.
+
+    Raises:
+        UsageError: the file is damaged or of another format.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        version = manifest["format_version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{path} is damaged ({error}). Restore it from a copy, or start anew with "
+            "overwrite=true."
+        ) from error
+    if version != FORMAT_VERSION:
+        raise UsageError(
+            f"{path} has format {version}, this program reads format {FORMAT_VERSION}. "
+            "Choose another folder with out=DIR, or start anew with overwrite=true."
+        )
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Replace the folder's manifest in one step, so that a kill leaves the old or the new one."""
+    path = folder / MANIFEST
+    temporary = path.with_suffix(".json.part")
+    with temporary.open("w") as file:
+        json.dump(manifest, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """Return one `key: OLD there, NEW here` for each leaf in which two settings differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for name in sorted(old.keys() | new.keys()):
+            inner = f"{key}.{name}" if key else name
+            found += differences(old.get(name), new.get(name), inner)
+        return found
+    return [] if old == new else [f"{key}: {old} there, {new} here"]
+
+
+def check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse a folder whose settings are not the ones asked for now.
+
+    Raises:
+        UsageError: names what differs.
+    """
+    # A manifest has been through JSON: tuples are lists there.
+    found = differences(old, json.loads(json.dumps(new)))
+    if found:
+        raise UsageError(
+            f"{folder} was made with other settings ({'; '.join(found)}). Choose another folder "
+            "with out=DIR, or start anew with overwrite=true."
+        )
+
+
+@contextmanager
+def locked_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Create the folder and own it; with `overwrite`, empty it of an earlier run's files first.
+
+    Raises:
+        UsageError: it is a file, cannot be written, or another process owns it.
+    """
+    lock = _open_lock(folder)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"{folder} is in use by another ruler_bench process. Wait for it, or choose "
+                "another folder with out=DIR."
+            ) from error
+        if overwrite:
+            _empty(folder)
+        yield folder
+
+
+def _open_lock(folder: Path) -> IO[str]:
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"out={folder}: is a file; name a folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / LOCK).open("w")
+    except OSError as error:
+        raise UsageError(
+            f"out={folder}: cannot be written ({error.strerror}). Choose another folder with "
+            "out=DIR."
+        ) from error
+
+
+RUN_FILES = (MANIFEST, RECORDS, "report.md", "summary.csv")
+RUN_FOLDERS = ("predictions",)
+
+
+def _empty(folder: Path) -> None:
+    """Remove what a run writes, and nothing else that a user may keep there."""
+    for name in RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name in RUN_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,0 +1,293 @@
+"""The main path: samples, streams, engine, score, record, report."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backends.base import Backend, Generation, Request, RequestError
+from ruler_bench import manifest, model_files
+from ruler_bench.config import Cell
+from ruler_bench.errors import UsageError
+from ruler_bench.host import start_backend
+from ruler_bench.journal import Journal
+from ruler_bench.progress import Progress
+from ruler_bench.records import Record, RecordingError
+from ruler_bench.report import Run, write_predictions, write_reports
+from ruler_bench.score import score
+from ruler_bench.streams import Step, Stream, streams
+from ruler_bench.tasks import DataSpec, load_samples
+from ruler_bench.tasks.sample import Sample
+from ruler_bench.tokenizer import Tokenizer, load_tokenizer
+
+OK, SAMPLE_ERRORS, INTERRUPTED = 0, 1, 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one cell: its exit status, and its records, partial after an interrupt."""
+
+    status: int
+    run: Run
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sample as the engine gets it."""
+
+    sample: Sample
+    prompt_token_ids: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and generation together."""
+        return len(self.prompt_token_ids) + self.sample.tokens_to_generate
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that the requests of one cell share."""
+
+    cell: Cell
+    model: Path
+    tokenizer: Tokenizer
+    questions: dict[int, Question]
+    stop_token_ids: tuple[int, ...]
+    journal: Journal
+
+    def harness_arguments(self) -> dict[str, Any]:
+        """Return what the harness knows of a backend's constructor arguments (backends.base)."""
+        # A tokenizer that adds BOS can take a prompt one token past the length that RULER counts.
+        needed = max(question.tokens for question in self.questions.values())
+        return {
+            "model_path": str(self.model),
+            "device": self.cell.device,
+            "threads": self.cell.threads,
+            "max_model_len": max(self.cell.length, needed),
+            "dtype": "auto",
+        }
+
+
+def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
+    """Run a cell's samples, or those still missing, and write its reports.
+
+    Raises:
+        UsageError, ConfigurationError: a setting is wrong; nothing was run.
+    """
+    model = model_files.model_folder(cell.model_path)
+    check_positions(cell, model)
+    tokenizer = load_tokenizer(str(model) if cell.tokenizer == cell.model_path else cell.tokenizer)
+    data = DataSpec(
+        task=cell.task,
+        length=cell.length,
+        seed=cell.seed,
+        template=cell.template,
+        tokenizer=tokenizer,
+    )
+    with manifest.locked_folder(cell.folder, overwrite) as folder:
+        journal = Journal(folder, cell, data, model)
+        samples = load_samples(data, max(cell.ordinals) + 1, cache_dir())
+        bench = Bench(
+            cell=cell,
+            model=model,
+            tokenizer=tokenizer,
+            questions={one: as_question(samples[one], tokenizer) for one in cell.ordinals},
+            stop_token_ids=model_files.stop_token_ids(model),
+            journal=journal,
+        )
+        status = run_streams(bench)
+        run = journal.close(cell.ordinals)
+        write_outputs(folder, run, samples)
+    if status == OK and any(record.error for record in run.records):
+        status = SAMPLE_ERRORS
+    return Outcome(status, run)
+
+
+def as_question(sample: Sample, tokenizer: Tokenizer) -> Question:
+    """Tokenise a sample for the engine, BOS included once."""
+    return Question(sample, tuple(tokenizer.encode_prompt(sample.prompt)))
+
+
+def run_streams(bench: Bench) -> int:
+    """Run every stream of the cell and return the exit status so far; records are on disk."""
+    try:
+        with interruptible():
+            for stream in streams(bench.cell.arms, bench.cell.ordinals):
+                run_stream(bench, stream)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except RecordingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return SAMPLE_ERRORS
+    return OK
+
+
+def check_positions(cell: Cell, model: Path) -> None:
+    """Refuse a length beyond the model's positions; warn beyond what it is known to be good for."""
+    positions = model_files.max_positions(model)
+    if positions is not None and cell.length > positions:
+        raise UsageError(
+            f"length={cell.length}: the model {cell.model} has {positions} positions "
+            f"(max_position_embeddings); use length={positions} or less."
+        )
+    good = cell.good_length_tokens
+    if good is not None and cell.length > good:
+        print(
+            f"warning: length={cell.length}: the model {cell.model} is known to be good up to "
+            f"{good} tokens; misses beyond may be its own.",
+            file=sys.stderr,
+        )
+
+
+def cache_dir() -> Path:
+    """Return where prepared data are kept: RULER_BENCH_CACHE, else the user's cache folder."""
+    named = os.environ.get("RULER_BENCH_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ruler_bench"
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM end a run as Ctrl-C does, with the partial table."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_stream(bench: Bench, stream: Stream) -> None:
+    """Ask one engine every sample of the stream that has no record yet."""
+    cell, journal = bench.cell, bench.journal
+    done = [one for one in journal.finished(stream.arm) if one.ordinal in bench.questions]
+    steps_done = {record.step for record in done}
+    pending = [step for step in stream.steps if step.step not in steps_done]
+    if not pending:
+        return
+    backend = start_backend(cell.backend_settings, bench.harness_arguments())
+    try:
+        life = journal.begin_life(stream.arm, backend)
+        title = f"{cell.task.name} {cell.length} {cell.backend} {stream.arm}"
+        with Progress(title, total=len(stream.steps), done=done) as progress:
+            for record in serve(bench, backend, stream.arm, life, pending):
+                journal.append(record)
+                progress.add(record)
+    finally:
+        backend.close()
+
+
+def serve(
+    bench: Bench, backend: Backend, arm: str, life: int, pending: list[Step]
+) -> Iterator[Record]:
+    """Ask the pending samples one after the other; the next only when the record was taken."""
+    predecessor: int | None = None
+    for position, step in enumerate(pending):
+        place = {
+            "arm": arm,
+            "step": step.step,
+            "life": life,
+            "position": position,
+            "predecessor": predecessor,
+        }
+        yield ask(bench, backend, bench.questions[step.ordinal], place)
+        predecessor = step.ordinal
+
+
+def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any]) -> Record:
+    """Ask one question; a failure of the engine becomes a record with its message."""
+    sample = question.sample
+    known = {
+        **place,
+        "ordinal": sample.ordinal,
+        "task": sample.task,
+        "length": bench.cell.length,
+        "expected": sample.outputs,
+        "depth": sample.depth,
+        "prompt_sha256": hashlib.sha256(sample.prompt.encode()).hexdigest(),
+        "prompt_tokens": len(question.prompt_token_ids),
+    }
+    request = Request(
+        request_id=place["position"],
+        prompt=sample.prompt,
+        prompt_token_ids=question.prompt_token_ids,
+        max_new_tokens=sample.tokens_to_generate,
+        stop_token_ids=bench.stop_token_ids,
+    )
+    try:
+        generation = backend.generate(request)
+        output = output_text(generation, request, bench.tokenizer)
+    except RequestError as error:
+        return Record(**known, error=one_line(error))
+    except Exception as error:
+        # An engine under test may fail in any way; that is a finding, not the harness's end.
+        bench.journal.log_error(sample.ordinal)
+        return Record(**known, error=f"{type(error).__name__}: {one_line(error)}")
+    if generation.prompt_tokens is not None:
+        known["prompt_tokens"] = generation.prompt_tokens
+    points = score(bench.cell.task.metric, output, sample.outputs)
+    return Record(
+        **known,
+        output=output,
+        output_tokens=generation.token_ids,
+        logits_digest=generation.logits_digest,
+        top2_margin=generation.top2_margin,
+        finish_reason=generation.finish_reason,
+        score=points,
+        correct=points == 100,
+        ttft_seconds=generation.ttft_seconds,
+        decode_seconds=generation.decode_seconds,
+        bytes_up=generation.bytes_up,
+        bytes_down=generation.bytes_down,
+        peak_device_bytes=generation.peak_device_bytes,
+        kernel=generation.kernel,
+        density=generation.density,
+    )
+
+
+def output_text(generation: Generation, request: Request, tokenizer: Tokenizer) -> str:
+    """Return the engine's text, or the decoded tokens without the one that ended it.
+
+    Raises:
+        RequestError: the engine returned neither text nor tokens.
+    """
+    if generation.text is not None:
+        return generation.text
+    if generation.token_ids is None:
+        raise RequestError("the engine returned neither text nor token_ids")
+    ids = list(generation.token_ids)
+    if ids and ids[-1] in request.stop_token_ids:
+        ids.pop()
+    return tokenizer.decode(ids)
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> None:
+    """Write manifest, reports and predictions; a full disk is said and does not hide the table."""
+    try:
+        run.manifest["finished"] = manifest.now()
+        manifest.write_manifest(folder, run.manifest)
+        write_reports(folder, [run])
+        write_predictions(folder, run, samples)
+    except OSError as error:
+        print(
+            f"error: could not write the reports in {folder}: {error.strerror}. The records are "
+            "kept; make room and run the same command again.",
+            file=sys.stderr,
+        )
