@@ -1,0 +1,278 @@
+"""Attention over a piece of the history, and the merge of pieces.
+
+`attention` returns the output and the log-sum-exp of the scores, so that pieces computed apart
+can be merged exactly (online softmax, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). All
+tensors are [rows, heads, head_dim], rows outermost, as the cache holds them: a piece then has the
+same strides wherever it lies, and a kernel given the same numbers gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from backends.base import ConfigurationError
+from backends.engine.settings import require_name
+
+_HALF = (torch.bfloat16, torch.float16)
+_aten = torch.ops.aten
+
+
+class Attended(NamedTuple):
+    """Attention to some keys.
+
+    Attributes:
+        output: [queries, heads, head_dim].
+        log_sum_exp: of the scaled scores, float32 [queries, heads]; minus infinity stands for no
+            keys at all.
+    """
+
+    output: torch.Tensor
+    log_sum_exp: torch.Tensor
+
+
+KernelFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Attended]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An attention kernel by name, and where it can run.
+
+    Attributes:
+        run: (query, key, value, causal, scale) -> (output, log-sum-exp).
+    """
+
+    name: str
+    run: KernelFunction
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, kernel: Kernel
+) -> Attended:
+    """Attend to one piece of keys and values.
+
+    Args:
+        query: [queries, heads, head_dim].
+        key: [keys, kv_heads, head_dim]; query head h reads head h // (heads / kv_heads).
+        value: like `key`.
+        causal: query i sees keys 0 to i; there must be as many queries as keys.
+        kernel: from `choose_kernel`.
+
+    Returns:
+        The output in the dtype of `query`, and the log-sum-exp.
+
+    Raises:
+        ValueError: causal with unequal numbers of queries and keys.
+    """
+    if causal and query.shape[0] != key.shape[0]:
+        raise ValueError(f"causal attention of {query.shape[0]} queries to {key.shape[0]} keys")
+    return kernel.run(query, key, value, causal, query.shape[-1] ** -0.5)
+
+
+def merge(first: Attended, second: Attended) -> Attended:
+    """Merge the attention to two sets of keys into the attention to both, in float32.
+
+    Where a log-sum-exp is minus infinity, the output beside it must be finite and counts for
+    nothing.
+    """
+    total = torch.logaddexp(first.log_sum_exp, second.log_sum_exp)
+    output = first.output.float() * _weight(first.log_sum_exp, total)
+    output.addcmul_(second.output.float(), _weight(second.log_sum_exp, total))
+    return Attended(output, total)
+
+
+def _weight(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    share = torch.where(torch.isneginf(part), part, part - total)
+    return share.exp_().unsqueeze(-1)
+
+
+def _grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """View grouped heads as a batch, one entry for each query head of a group.
+
+    For kernels without grouped heads: keys and values are repeated by a stride of zero.
+    Returns views [group, kv_heads, rows, head_dim].
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    queries = query.view(rows, kv_heads, group, head_dim).permute(2, 1, 0, 3)
+    keys = key.transpose(0, 1).expand(group, -1, -1, -1)
+    values = value.transpose(0, 1).expand(group, -1, -1, -1)
+    return queries, keys, values
+
+
+def _ungrouped(output: torch.Tensor, log_sum_exp: torch.Tensor) -> Attended:
+    """Undo `_grouped` for outputs [group, kv_heads, rows, head_dim] and their log-sum-exp."""
+    group, kv_heads, rows, head_dim = output.shape
+    heads = group * kv_heads
+    return Attended(
+        output.permute(2, 1, 0, 3).reshape(rows, heads, head_dim),
+        log_sum_exp.permute(2, 1, 0).reshape(rows, heads),
+    )
+
+
+def _math(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> Attended:
+    """Plain float32 products; holds the whole score matrix."""
+    queries, keys, values = (tensor.float() for tensor in _grouped(query, key, value))
+    scores = queries @ keys.transpose(-1, -2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(hidden, float("-inf"))
+    output, log_sum_exp = _ungrouped(scores.softmax(-1) @ values, scores.logsumexp(-1))
+    return Attended(output.to(query.dtype), log_sum_exp)
+
+
+def _flash_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> Attended:
+    """PyTorch's flash attention for CPUs."""
+    output, log_sum_exp = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_grouped(query, key, value), 0.0, causal, scale=scale
+    )
+    return _ungrouped(output, log_sum_exp)
+
+
+def _efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> Attended:
+    """PyTorch's memory-efficient attention for GPUs, the only fused one in float32."""
+    output, log_sum_exp, *_ = _aten._scaled_dot_product_efficient_attention(
+        *_grouped(query, key, value), None, True, 0.0, causal, scale=scale
+    )
+    # The kernel pads the log-sum-exp to whole tiles of queries.
+    return _ungrouped(output, log_sum_exp[..., : query.shape[0]])
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> Attended:
+    """FlashAttention-2 as built into PyTorch for GPUs (arXiv 2307.08691)."""
+    output, log_sum_exp, *_ = _aten._flash_attention_forward(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        None,
+        None,
+        query.shape[0],
+        key.shape[0],
+        0.0,
+        causal,
+        False,
+        scale=scale,
+    )
+    return Attended(output[0], log_sum_exp[0, :, : query.shape[0]].transpose(0, 1))
+
+
+def _cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> Attended:
+    """Fused attention of cuDNN attention through PyTorch."""
+    if key.shape[0] == 1:  # which cuDNN does not take
+        return _math(query, key, value, causal, scale)
+    output, log_sum_exp, *_ = _aten._scaled_dot_product_cudnn_attention(
+        query.transpose(0, 1).unsqueeze(0),
+        key.transpose(0, 1).unsqueeze(0),
+        value.transpose(0, 1).unsqueeze(0),
+        None,
+        True,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+    )
+    rows, heads, _ = query.shape
+    return Attended(output[0].transpose(0, 1), log_sum_exp.reshape(heads, rows).transpose(0, 1))
+
+
+_ALL = (torch.float32, *_HALF)
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("flash_cpu", _flash_cpu, ("cpu",), _ALL),
+        Kernel("flash", _flash, ("cuda",), _HALF),
+        Kernel("cudnn", _cudnn, ("cuda",), _HALF),
+        Kernel("efficient", _efficient, ("cuda",), _ALL),
+        Kernel("math", _math, ("cpu", "cuda"), _ALL),
+    )
+}
+AUTO_ORDER = ("flash_cpu", "flash", "cudnn", "efficient", "math")
+"""What `auto` tries; the first that can run is taken. Never chosen by timing: that would differ
+from one process to the next, and so would the bits."""
+
+
+def choose_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> Kernel:
+    """Return the kernel of that name, or for "auto" the first in `AUTO_ORDER` that can run.
+
+    A kernel can run when a trial on a few rows agrees with plain float32 products.
+
+    Args:
+        name: "auto" or one of `KERNELS`.
+        device: where it is to run.
+        dtype: of queries, keys and values.
+        shape: query heads, key heads and head_dim.
+
+    Raises:
+        ConfigurationError: the name is unknown, or that kernel cannot run here.
+    """
+    require_name("attention", name, ("auto", *KERNELS))
+    candidates = AUTO_ORDER if name == "auto" else (name,)
+    reasons = []
+    for candidate in candidates:
+        kernel = KERNELS[candidate]
+        reason = _refusal(kernel, device, dtype) or _trial(kernel, device, dtype, shape)
+        if reason is None:
+            return kernel
+        reasons.append(f"{candidate}: {reason}")
+    heads, kv_heads, head_dim = shape
+    raise ConfigurationError(
+        f"attention={name} cannot run on {device.type} in {_name(dtype)} with {heads} query and "
+        f"{kv_heads} key heads of {head_dim}: {'; '.join(reasons)}. Use attention=auto."
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type not in kernel.devices:
+        return f"it needs {' or '.join(kernel.devices)}"
+    if dtype not in kernel.dtypes:
+        return f"it takes {', '.join(_name(dtype) for dtype in kernel.dtypes)} only"
+    return None
+
+
+def _trial(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> str | None:
+    """Run the kernel on a few rows; return what went wrong, or None."""
+    heads, kv_heads, head_dim = shape
+    generator = torch.Generator().manual_seed(0)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for queries, keys, causal in ((5, 5, True), (3, 7, False), (1, 7, False), (1, 1, False)):
+        query, key, value = (
+            torch.randn(size, generator=generator).to(device, dtype)
+            for size in ((queries, heads, head_dim), *[(keys, kv_heads, head_dim)] * 2)
+        )
+        scale = head_dim**-0.5
+        try:
+            found = kernel.run(query, key, value, causal, scale)
+        except (RuntimeError, ValueError) as error:
+            return str(error).strip().splitlines()[0]
+        for got, wanted in zip(found, _math(query, key, value, causal, scale), strict=True):
+            if got.shape != wanted.shape or not torch.allclose(
+                got.float(), wanted.float(), rtol=tolerance, atol=tolerance
+            ):
+                return f"a trial of {queries} queries and {keys} keys gives a wrong result"
+    return None

@@ -1,0 +1,1 @@
+"""Where keys and values are kept: on the device (resident), or in CPU memory (offload)."""

@@ -1,0 +1,118 @@
+"""What a user can set on the engine, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from backends.base import ConfigurationError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OFFLOAD_MODES = ("always", "never", "auto")
+MIN_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every setting of the engine, as asked for. `backends.engine` explains each."""
+
+    model_path: str
+    device: str
+    threads: int
+    max_model_len: int | None
+    dtype: str
+    chunk_tokens: int | None
+    attend_tokens: int | None
+    attention: str
+    policy: str
+    poison: bool
+    fault: str | None
+    offload: str
+    resident_tokens: int | None
+    num_gpu_blocks: int
+    kvcache_block_size: int
+
+    def __post_init__(self) -> None:
+        """Check every value that can be judged without the model.
+
+        Raises:
+            ConfigurationError: a value is of the wrong type, out of range or unknown.
+        """
+        require_count("threads", self.threads)
+        for key in ("max_model_len", "chunk_tokens", "attend_tokens", "resident_tokens"):
+            if getattr(self, key) is not None:
+                require_count(key, getattr(self, key))
+        require_count("kvcache_block_size", self.kvcache_block_size)
+        require_count("num_gpu_blocks", self.num_gpu_blocks)
+        if self.num_gpu_blocks < MIN_SLOTS:
+            raise ConfigurationError(
+                f"num_gpu_blocks={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot is read "
+                "while the next is loaded."
+            )
+        require_name("offload", self.offload, OFFLOAD_MODES)
+        require_name("dtype", self.dtype, ("auto", *DTYPES))
+        if not isinstance(self.poison, bool):
+            raise ConfigurationError(f"poison={self.poison!r}: allowed are true and false.")
+        if self.fault is not None:
+            raise ConfigurationError(
+                f"fault={self.fault!r}: this engine knows no seeded faults yet; leave it null."
+            )
+        if self.resident_tokens is not None and self.offload != "auto":
+            raise ConfigurationError(
+                f"resident_tokens={self.resident_tokens} has no effect with "
+                f"offload={self.offload}: set offload=auto, or leave resident_tokens null."
+            )
+
+
+def require_count(key: str, value: object) -> None:
+    """Raise ConfigurationError unless `value` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigurationError(f"{key}={value!r} is not a whole number; at least 1 is allowed.")
+    if value < 1:
+        raise ConfigurationError(f"{key}={value} is below 1.")
+
+
+def require_name(key: str, name: object, allowed: Iterable[str]) -> None:
+    """Raise ConfigurationError, naming the nearest, unless `name` is one of `allowed`."""
+    names = list(allowed)
+    if name in names:
+        return
+    close = difflib.get_close_matches(str(name), names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigurationError(f"unknown {key} {name!r}.{hint} Allowed: {', '.join(names)}.")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn "cpu", "cuda" or "cuda:N" into a device that exists.
+
+    Raises:
+        ConfigurationError: the name is none of these, or there is no such GPU.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device={name!r}: allowed are cpu, cuda and cuda:N.")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ConfigurationError(
+            f"device={name}: PyTorch {torch.__version__} sees no GPU here. Use device=cpu, or "
+            "install a CUDA build of PyTorch and check nvidia-smi."
+        )
+    index = device.index or 0
+    if index >= count:
+        raise ConfigurationError(f"device={name}: PyTorch sees {count} GPU(s), from cuda:0 on.")
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn a checked dtype name into a dtype; "auto" is float32 on a CPU and bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
