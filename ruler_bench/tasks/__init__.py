@@ -1,0 +1,9 @@
+"""The tasks: samples that are byte for byte RULER's."""
+
+from __future__ import annotations
+
+from ruler_bench.tasks.generate import generate
+from ruler_bench.tasks.sample import Sample
+from ruler_bench.tasks.spec import DataSpec, TaskSpec
+
+__all__ = ["DataSpec", "Sample", "TaskSpec", "generate"]
