@@ -406,9 +406,13 @@ MAX_FOLDER_NAME = 200
 
 
 def _folder_part(key: str, value: str) -> str:
-    """Return `key-value` in characters that suit a folder; a hash keeps changed values apart."""
+    """Return `key-value` in characters that suit a folder; a hash keeps changed values apart.
+
+    Of a path only the last part is shown.
+    """
     text = f"{key}-{value}"
-    safe = re.sub(r"[^A-Za-z0-9.,+-]+", "~", text)
+    shown = f"{key}-{value.rstrip('/').rpartition('/')[2]}"
+    safe = re.sub(r"[^A-Za-z0-9.,+-]+", "~", shown)
     return safe if safe == text else f"{safe}~{_digest(text)}"
 
 

@@ -107,7 +107,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, damage: str) -> N
 
 def test_a_full_device_is_said_and_names_the_sample() -> None:
     writer = RecordWriter(Path("/dev/full"))
-    with pytest.raises(RecordingError, match="ordinal 0 .*No space left on device"):
+    with pytest.raises(RecordingError, match=r"ordinal 0 .*No space left on device"):
         writer.append(PLAIN)
     writer.close()
 

@@ -1,0 +1,154 @@
+"""The command line: what a user gets for each kind of bad input, and for sweeps."""
+
+import json
+
+import pytest
+
+from ruler_bench.prepare import main as prepare
+
+ORACLE = ("backend=oracle", "device=cpu", "length=1024", "num_samples=2")
+
+BAD_LINES = {
+    "task=niah_singel_1": "unknown task 'niah_singel_1'. Did you mean 'niah_single_1'?",
+    "backend=ofload": "unknown backend 'ofload'. Did you mean 'offload'?",
+    "model=prob": "unknown model 'prob'. Did you mean 'probe'?",
+    "experiment=smok": "unknown experiment 'smok'. Did you mean 'smoke'?",
+    "template=meta-llama": "Did you mean 'meta-llama3'?",
+    "lenght=4096": "unknown key lenght. Did you mean length?",
+    "backend.wrng=[1]": "unknown key backend.wrng. Did you mean backend.wrong?",
+    "+backend.wrng=[1]": "unknown key 'backend.wrng'. Did you mean 'backend.wrong'?",
+    "+lenght=4096": "unknown key lenght. Did you mean length?",
+    "task.num_kesy=2": "unknown key task.num_kesy. Did you mean task.num_keys?",
+    "+task.num_kesy=2": "unknown key 'task.num_kesy'. Did you mean 'task.num_keys'?",
+    "model.pth=/x": "unknown key model.pth. Did you mean model.path?",
+    "length=": "length=: has no value",
+    "length=abc": "length=abc: must be an integer of at least 1",
+    "length=0": "length=0: out of range",
+    "length=-5": "length=-5: out of range",
+    "length=[4096,4096]": "names a length twice",
+    "length=[]": "names no length",
+    "length=64": "length=64",
+    "length=200000": "has 65536 positions (max_position_embeddings)",
+    "num_samples=0": "num_samples=0: out of range; must be an integer in 1 to",
+    "num_samples=many": "num_samples=many: must be an integer",
+    "threads=0": "threads=0: out of range",
+    "seed=-1": "seed=-1: out of range; must be an integer in 0 to 4294967295",
+    "seed=4294967296": "seed=4294967296: out of range",
+    "indices=[5-2]": "'5-2' is out of range",
+    "indices=[-1]": "-1 is out of range",
+    "indices=[0-4,3]": "names ordinal 3 twice",
+    "indices=7": "must be a list of ordinals and ranges",
+    "arms=[presistent]": "unknown arm 'presistent'. Did you mean 'persistent'?",
+    "device=gpu": "unknown device 'gpu'.",
+    "overwrite=perhaps": "overwrite=perhaps: must be true or false",
+    "model=local": "model.path is missing",
+    "model.path=/no/such/folder": "there is no such folder",
+    "backend._target_=backends.nothing.Here": "cannot be imported",
+    "tokenizer=/no/such/folder": "/no/such/folder",
+    "backend.script=/no/such/file": "/no/such/file",
+    "a=b=c=[": "cannot be read",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_bad_input_is_one_line_with_status_2(cli, workdir, line):
+    finished = cli(*ORACLE, line)
+    assert finished.status == 2
+    assert BAD_LINES[line] in finished.err
+    lines = finished.err.splitlines()
+    assert len(lines) == 1, finished.err
+    assert lines[0].startswith("error: ")
+    assert "HYDRA_FULL_ERROR" not in finished.err
+    assert "Traceback" not in finished.err
+    assert not list(workdir.rglob("records.jsonl"))
+
+
+def test_cuda_without_a_gpu_is_said(cli):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    finished = cli(*ORACLE, "device=cuda")
+    assert finished.status == 2
+    assert "sees no CUDA GPU here" in finished.err
+
+
+def test_help_explains_the_keys_and_lists_the_choices(cli):
+    finished = cli("--help")
+    assert finished.status == 0
+    for word in ("niah_multikey_3", "offload", "num_samples", "indices=[0-4,9]", "Exit status"):
+        assert word in finished.out
+
+
+def test_a_sweep_gives_each_cell_its_folder_and_joins_the_tables(cli, workdir):
+    finished = cli("-m", "task=niah_single_1,niah_multikey_2", "seed=1,2", *ORACLE)
+    assert finished.status == 0, finished.err
+    folders = {one.parent.name for one in workdir.glob("results/niah*/records.jsonl")}
+    assert folders == {
+        f"{task}_oracle_probe_1024_seed-{seed}"
+        for task in ("niah_single_1", "niah_multikey_2")
+        for seed in (1, 2)
+    }
+    (joined,) = workdir.glob("results/.sweeps/*/summary.csv")
+    assert len(joined.read_text().splitlines()) == 5
+    assert "All runs of the sweep" in finished.out
+
+
+def test_a_job_that_cannot_start_does_not_stop_the_sweep(cli, workdir):
+    finished = cli("-m", "length=64,1024", *ORACLE[:2], "num_samples=2")
+    assert finished.status == 2
+    assert "error: " in finished.err
+    assert (workdir / "results/niah_single_1_oracle_probe_1024/report.md").exists()
+
+
+def test_a_sweep_into_one_out_folder_keeps_the_cells_apart(cli, workdir):
+    assert cli("-m", "seed=1,2", "out=here", *ORACLE).status == 0
+    assert len(list(workdir.glob("here/*/records.jsonl"))) == 2
+
+
+def test_a_list_of_lengths_gives_one_subfolder_each(cli, workdir):
+    finished = cli("length=[1024,2048]", *ORACLE[:2], "num_samples=2")
+    assert finished.status == 0, finished.err
+    names = {str(one.parent) for one in (workdir / "results").rglob("records.jsonl")}
+    assert {name.rpartition("/")[2] for name in names} == {"1024", "2048"}
+
+
+def test_dry_run_runs_nothing(cli, workdir):
+    finished = cli(*ORACLE, "dry_run=true")
+    assert finished.status == 0
+    assert "requests: 2 to run, 0 recorded already" in finished.out
+    assert not (workdir / "results").exists()
+
+
+def test_prepare_writes_the_samples(cli, workdir):
+    arguments = ("task=niah_multivalue", "length=1024", "num_samples=3", "out=samples.jsonl")
+    finished = cli(*arguments, entry=prepare)
+    assert finished.status == 0, finished.err
+    rows = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    assert [row["ordinal"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert len(row["outputs"]) == 4
+        assert all(value in row["input"] for value in row["outputs"])
+        assert row["length"] <= 1024
+        assert 0 <= row["depth"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("task=nope", "unknown task 'nope'"),
+        ("num_sample=3", "Did you mean num_samples?"),
+        ("length=64", "length=64"),
+        ("out=/proc/none/x", "cannot be written"),
+    ],
+)
+def test_prepare_says_what_is_wrong(cli, line, message):
+    finished = cli("out=samples.jsonl", line, entry=prepare)
+    assert finished.status == 2
+    assert message in finished.err
+    assert len(finished.err.splitlines()) == 1
+
+
+def test_prepare_without_out_says_so(cli):
+    finished = cli("task=niah_single_1", entry=prepare)
+    assert finished.status == 2
+    assert "out is missing" in finished.err

@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from ruler_bench import config
+from ruler_bench.errors import UsageError
+
+CHOICES = {"task": "niah_single_1", "backend": "oracle", "model": "probe"}
+
+
+def folder(overrides, sweep=False, out=None, lengths=(4096,)):
+    values = OmegaConf.create({"out": out})
+    return config._result_folder(values, CHOICES, overrides, lengths, sweep)
+
+
+def test_the_folder_names_task_backend_model_and_length():
+    assert folder([]) == Path("results/niah_single_1_oracle_probe_4096")
+    assert folder([], out="mine") == Path("mine")
+
+
+def test_keys_that_change_no_result_are_not_in_the_folder_name():
+    quiet = [f"{key}=1" for key in config.KEYS_WITHOUT_RESULTS]
+    assert folder([*quiet, "backend.api_key=very-secret", "length=4096"]) == folder([])
+
+
+values = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=300)
+
+
+@given(st.lists(values, min_size=2, max_size=2, unique=True))
+def test_two_values_of_a_key_never_share_a_folder(pair):
+    first, second = (folder([f"backend.x={value}"]) for value in pair)
+    assert first != second
+    for name in (first.name, second.name):
+        assert len(name) <= 255
+        assert "/" not in name
+
+
+@given(st.sets(st.integers(0, 300), min_size=1, max_size=30))
+def test_ordinals_are_read_as_written(chosen):
+    entries, expected = [], sorted(chosen)
+    for one in expected:
+        entries.append(f"{one}-{one}" if one % 3 == 0 else one)
+    assert config.parse_ordinals(entries, 20) == tuple(expected)
+
+
+def test_ranges_include_both_ends():
+    assert config.parse_ordinals(["0-4", 9], 1) == (0, 1, 2, 3, 4, 9)
+    assert config.parse_ordinals(None, 3) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("entry", ["a", "1-", "3-1", -1, 1.5, True, None, "0-99999999"])
+def test_anything_else_is_refused(entry):
+    with pytest.raises(UsageError, match="out of range"):
+        config.parse_ordinals([entry], 20)
+
+
+def test_paths_in_manifests_tell_no_home_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert config.portable_path(str(tmp_path / "model")) == "model"
+    assert config.portable_path("org/model") == "org/model"
+
+
+@pytest.mark.parametrize("key", ["api_key", "OPENAI_API_KEY", "client_secret", "password"])
+def test_secret_keys_are_known(key):
+    assert config.is_secret_key(key)
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "chunk_tokens", "num_keys", "task.key_type"])
+def test_ordinary_keys_are_not_secret(key):
+    assert not config.is_secret_key(key)

@@ -1,0 +1,250 @@
+"""The main path with the oracle: records, resume, errors, interrupts. Everything but a model."""
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ORACLE = ("task=niah_single_1", "backend=oracle", "device=cpu", "length=1024")
+FOLDER = "results/niah_single_1_oracle_probe_1024"
+COMMAND = (sys.executable, "-m", "ruler_bench", *ORACLE)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def manifest(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def test_every_sample_is_one_record(cli, workdir):
+    finished = cli(*ORACLE, "num_samples=4")
+    assert finished.status == 0, finished.err
+    found = rows(workdir / FOLDER)
+    assert [row["ordinal"] for row in found] == [0, 1, 2, 3]
+    assert [row["position"] for row in found] == [0, 1, 2, 3]
+    assert [row["predecessor"] for row in found] == [None, 0, 1, 2]
+    assert all(row["correct"] and row["score"] == 100 and row["life"] == 1 for row in found)
+    assert all(0 < row["prompt_tokens"] <= 1024 for row in found)
+    for name in ("report.md", "summary.csv", "manifest.json", "predictions/niah_single_1.jsonl"):
+        assert (workdir / FOLDER / name).exists()
+    assert "4" in finished.out
+
+
+def test_the_manifest_holds_what_was_asked_for_and_what_is_in_force(cli, workdir, monkeypatch):
+    monkeypatch.setenv("USER", "somebody")
+    cli(*ORACLE, "num_samples=1", "backend.wrong=[3]")
+    held = manifest(workdir / f"{FOLDER}_backend.wrong-~3~{suffix(workdir)}")
+    assert held["config"]["backend"]["wrong"] == [3]
+    assert held["backend_in_force"]["wrong"] == [3]
+    assert held["data"]["fingerprint"]
+    assert held["versions"]["wonderwords"] == "2.2.0"
+    text = json.dumps(held)
+    assert str(workdir) not in text
+    assert "somebody" not in text
+    assert os.uname().nodename not in json.dumps(held["config"])
+
+
+def suffix(workdir):
+    (folder,) = (workdir / "results").glob("niah*wrong*")
+    return folder.name.rpartition("~")[2]
+
+
+def test_more_samples_and_other_indices_grow_the_folder(cli, workdir):
+    folder = workdir / FOLDER
+    assert cli(*ORACLE, "num_samples=2").status == 0
+    first = (folder / "records.jsonl").read_bytes()
+    assert cli(*ORACLE, "num_samples=4").status == 0
+    assert cli(*ORACLE, "indices=[1,6-7]").status == 0
+    assert (folder / "records.jsonl").read_bytes().startswith(first)
+    assert [row["ordinal"] for row in rows(folder)] == [0, 1, 2, 3, 6, 7]
+    assert [row["life"] for row in rows(folder)] == [1, 1, 2, 2, 3, 3]
+    # The report is about what was asked for last.
+    assert "| 3 " in (folder / "report.md").read_text()
+
+
+def test_a_finished_folder_starts_no_engine(cli, workdir):
+    assert cli(*ORACLE, "num_samples=2").status == 0
+    before = (workdir / FOLDER / "records.jsonl").read_bytes()
+    finished = cli(*ORACLE, "num_samples=2")
+    assert finished.status == 0
+    assert (workdir / FOLDER / "records.jsonl").read_bytes() == before
+    assert len(manifest(workdir / FOLDER)["lives"]) == 1
+
+
+def test_a_folder_made_with_other_settings_is_refused(cli, workdir):
+    assert cli(*ORACLE, "num_samples=1", "out=here").status == 0
+    refused = cli(*ORACLE, "num_samples=1", "out=here", "seed=7")
+    assert refused.status == 2
+    assert "config.seed: 42 there, 7 here" in refused.err
+    refused = cli(*ORACLE, "num_samples=1", "out=here", "backend.wrong=[0]")
+    assert "config.backend.wrong: [] there, [0] here" in refused.err
+    anew = cli(*ORACLE, "num_samples=1", "out=here", "seed=7", "overwrite=true")
+    assert anew.status == 0
+    assert manifest(workdir / "here")["config"]["seed"] == 7
+
+
+def test_an_error_is_recorded_and_runs_again(cli, workdir):
+    finished = cli(*ORACLE, "num_samples=3", "backend.fail=[1]", "out=here")
+    assert finished.status == 1
+    (failed,) = [row for row in rows(workdir / "here") if row["error"]]
+    assert failed["ordinal"] == 1
+    assert failed["score"] is None
+    assert failed["correct"] is None
+    report = (workdir / "here" / "report.md").read_text()
+    assert failed["error"] in report
+    # position 1 of the new life is not reached: ordinal 1 is its only request
+    assert cli(*ORACLE, "num_samples=3", "backend.fail=[1]", "out=here").status == 0
+    again = rows(workdir / "here")
+    assert len(again) == 4
+    assert again[3]["ordinal"] == 1
+    assert again[3]["life"] == 2
+    assert again[3]["correct"]
+
+
+def test_a_wrong_answer_is_wrong_and_shown(cli, workdir):
+    finished = cli(*ORACLE, "num_samples=3", "backend.wrong=[2]", "out=here")
+    assert finished.status == 0
+    assert [row["correct"] for row in rows(workdir / "here")] == [True, True, False]
+    wrong = rows(workdir / "here")[2]
+    report = (workdir / "here" / "report.md").read_text()
+    assert wrong["expected"][0] in report
+
+
+def test_a_missing_manifest_is_said(cli, workdir):
+    assert cli(*ORACLE, "num_samples=1").status == 0
+    (workdir / FOLDER / "manifest.json").unlink()
+    finished = cli(*ORACLE, "num_samples=1")
+    assert finished.status == 2
+    assert "no manifest.json" in finished.err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": 99}'])
+def test_a_damaged_manifest_is_said(cli, workdir, text):
+    assert cli(*ORACLE, "num_samples=1").status == 0
+    (workdir / FOLDER / "manifest.json").write_text(text)
+    finished = cli(*ORACLE, "num_samples=1")
+    assert finished.status == 2
+    assert "manifest.json" in finished.err
+    assert "overwrite=true" in finished.err
+
+
+def test_a_damaged_line_in_the_middle_is_said(cli, workdir):
+    assert cli(*ORACLE, "num_samples=3").status == 0
+    path = workdir / FOLDER / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + "garbage\n" + lines[2])
+    finished = cli(*ORACLE, "num_samples=3")
+    assert finished.status == 2
+    assert "line 2 is damaged" in finished.err
+
+
+def test_a_half_written_last_line_is_repaired_and_said(cli, workdir):
+    assert cli(*ORACLE, "num_samples=3").status == 0
+    path = workdir / FOLDER / "records.jsonl"
+    whole = path.read_bytes()
+    kept = whole[: whole.rstrip(b"\n").rfind(b"\n") + 1]
+    path.write_bytes(whole[:-20])
+    finished = cli(*ORACLE, "num_samples=3")
+    assert finished.status == 0
+    assert "half-written" in finished.err
+    assert path.read_bytes().startswith(kept)
+    assert [row["ordinal"] for row in rows(workdir / FOLDER)] == [0, 1, 2]
+
+
+def test_out_that_is_a_file_or_cannot_be_written_is_said(cli, workdir):
+    (workdir / "file").write_text("")
+    finished = cli(*ORACLE, "out=file")
+    assert finished.status == 2
+    assert "out=file: is a file" in finished.err
+    finished = cli(*ORACLE, "out=/proc/nowhere")
+    assert finished.status == 2
+    assert "out=/proc/nowhere: cannot be written" in finished.err
+
+
+def test_a_second_process_on_the_folder_is_refused(cli, workdir):
+    (workdir / FOLDER).mkdir(parents=True)
+    with (workdir / FOLDER / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        finished = cli(*ORACLE, "num_samples=1")
+    assert finished.status == 2
+    assert "in use by another ruler_bench process" in finished.err
+
+
+def start(workdir, *arguments, **popen):
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        cwd=workdir,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **popen,
+    )
+
+
+def wait_for_lines(path, count, process):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{count} records did not appear: {process.communicate()}")
+
+
+def test_kill_9_loses_nothing_and_the_same_command_goes_on(cli, workdir):
+    slow = ("num_samples=30", "backend.delay_seconds=0.1", "out=here")
+    path = workdir / "here" / "records.jsonl"
+    process = start(workdir, *slow)
+    wait_for_lines(path, 3, process)
+    process.kill()
+    process.wait()
+    kept = path.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+    assert 3 <= kept.count(b"\n") < 30
+
+    assert cli(*ORACLE, *slow).status == 0
+    assert path.read_bytes().startswith(kept)
+    found = rows(workdir / "here")
+    assert [row["ordinal"] for row in found] == list(range(30))
+    assert found[-1]["life"] == 2
+
+    assert cli(*ORACLE, "num_samples=30", "out=unbroken").status == 0
+    outputs = [[row["output"] for row in rows(workdir / name)] for name in ("here", "unbroken")]
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_with_the_partial_table(workdir, number):
+    process = start(workdir, "num_samples=50", "backend.delay_seconds=0.2", "out=here")
+    wait_for_lines(workdir / "here" / "records.jsonl", 2, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    done = len(rows(workdir / "here"))
+    assert 2 <= done < 50
+    assert str(done) in out
+    assert "niah_single_1" in out
+    assert "Traceback" not in err
+    assert (workdir / "here" / "report.md").exists()
+
+
+def test_a_full_disk_keeps_what_was_recorded_and_says_so(workdir):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+
+    assert subprocess.run([*COMMAND, "num_samples=1"], cwd=workdir, check=False).returncode == 0
+    process = start(workdir, "num_samples=50", preexec_fn=limit)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "could not record ordinal" in err
+    assert "Traceback" not in err
+    found = rows(workdir / FOLDER)
+    assert 1 < len(found) < 50
+    assert str(len(found)) in out
