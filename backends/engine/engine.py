@@ -23,10 +23,12 @@ from backends.base import (
 )
 from backends.engine import attention
 from backends.engine.cache.base import KVCache, KVLayout, KVSpan, Sequence, Step
+from backends.engine.cache.offload import OffloadCache
 from backends.engine.cache.resident import ResidentCache
 from backends.engine.model import Decoder, find_model, read_shape
 from backends.engine.policy import POLICIES
 from backends.engine.settings import Settings, resolve_device, resolve_dtype
+from backends.engine.streams import make_streams
 
 DIGEST_BYTES = 8
 
@@ -63,20 +65,50 @@ class Engine:
                 (shape.heads, shape.kv_heads, shape.head_dim),
             )
             self._decoder = Decoder(shape, folder, self._device, self._dtype)
-            self._resident = self._make_resident_cache()
-        except (torch.OutOfMemoryError, MemoryError) as error:
+            self._make_caches()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
             raise ConfigurationError(
-                f"weights and KV cache for {self._context_tokens} tokens do not fit the memory "
-                f"of {self._device}: {_first_line(error)} Lower max_model_len."
+                f"weights and KV cache for max_model_len={self._context_tokens} tokens do not fit "
+                f"the memory of {self._device}: {_first_line(error)}"
             ) from error
         self._open = True
 
-    def _make_resident_cache(self) -> ResidentCache:
-        return ResidentCache(self._layout(), self._context_tokens, poisoned=self._settings.poison)
+    def _make_caches(self) -> None:
+        """Allocate every buffer for keys and values that there will ever be."""
+        settings, shape, context = self._settings, self._decoder.shape, self._context_tokens
+        layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, self._dtype, self._device)
+        self._streams = make_streams(self._device)
+        self._offload: OffloadCache | None = None
+        self._resident: ResidentCache | None = None
+        self._resident_tokens = context
+        if settings.offload is not None and settings.offload.mode != "never":
+            self._offload = OffloadCache(
+                layout,
+                self._streams,
+                context_tokens=context,
+                block_tokens=settings.offload.kvcache_block_size,
+                slots=settings.offload.num_gpu_blocks,
+                chunk_tokens=settings.chunk_tokens or context,
+                attend_tokens=settings.attend_tokens or context,
+                poisoned=settings.poison,
+            )
+            longest = settings.offload.longest_resident_tokens
+            self._resident_tokens = min(longest, context) if settings.offload.mode == "auto" else 0
+        if self._resident_tokens:
+            self._resident = ResidentCache(layout, self._resident_tokens, poisoned=settings.poison)
 
-    def _layout(self) -> KVLayout:
-        shape = self._decoder.shape
-        return KVLayout(shape.layers, shape.kv_heads, shape.head_dim, self._dtype, self._device)
+    def _caches(self) -> list[KVCache]:
+        return [cache for cache in (self._resident, self._offload) if cache is not None]
+
+    def _cache_for(self, tokens: int) -> KVCache:
+        """Return where a request of `tokens` tokens in all is kept."""
+        if self._resident is not None and tokens <= self._resident_tokens:
+            return self._resident
+        if self._offload is None:
+            raise AssertionError("a request longer than the context was admitted")
+        return self._offload
 
     def generate(self, request: Request) -> Generation:
         """Continue the prompt greedily.
@@ -92,7 +124,9 @@ class Engine:
         try:
             with torch.inference_mode():
                 return self._serve(request)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
             reason = _first_line(error)
         # Raised out here, where no traceback holds on to the failed request's tensors.
         raise OutOfMemory(f"request {request.request_id}: out of memory: {reason}")
@@ -100,7 +134,7 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Return every setting in force, and the bytes that are allocated for good."""
         settings = self._settings
-        return {
+        in_force: dict[str, Any] = {
             "architecture": self._decoder.shape.architecture,
             "device": str(self._device),
             "threads": settings.threads,
@@ -112,17 +146,29 @@ class Engine:
             "policy": {"name": self._policy.name},
             "poison": settings.poison,
             "fault": settings.fault,
+        }
+        if settings.offload is not None:
+            in_force |= {
+                "offload": settings.offload.mode,
+                "resident_tokens": self._resident_tokens,
+                "num_gpu_blocks": settings.offload.num_gpu_blocks,
+                "kvcache_block_size": settings.offload.kvcache_block_size,
+            }
+        return in_force | {
             "weight_bytes": self._decoder.weight_bytes,
-            "device_buffer_bytes": {
-                name: buffer.nbytes for name, buffer in self._resident.device_buffers().items()
-            },
+            "device_buffer_bytes": self._device_buffer_bytes(),
+            "host_buffer_bytes": sum(
+                buffer.nbytes
+                for cache in self._caches()
+                for buffer in cache.host_buffers().values()
+            ),
         }
 
     def close(self) -> None:
         """Free weights and buffers. A second call does nothing."""
         if self._open:
             self._open = False
-            del self._decoder, self._resident
+            del self._decoder, self._resident, self._offload
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -154,7 +200,8 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self._device)
         started = time.perf_counter()
         total = len(request.prompt_token_ids) + request.max_new_tokens
-        cache = self._resident
+        cache = self._cache_for(total)
+        copied_before = dict(self._streams.copied_bytes)
         answer = _Answer(request)
         sequence = cache.admit(request.request_id, total)
         try:
@@ -173,6 +220,8 @@ class Engine:
             prompt_tokens=len(request.prompt_token_ids),
             ttft_seconds=first_token - started,
             decode_seconds=done - first_token,
+            bytes_up=self._streams.copied_bytes["up"] - copied_before["up"],
+            bytes_down=self._streams.copied_bytes["down"] - copied_before["down"],
             peak_device_bytes=self._peak_device_bytes(),
             kernel=self._kernel.name,
         )
@@ -180,7 +229,14 @@ class Engine:
     def _peak_device_bytes(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return sum(buffer.nbytes for buffer in self._resident.device_buffers().values())
+        return sum(self._device_buffer_bytes().values())
+
+    def _device_buffer_bytes(self) -> dict[str, int]:
+        return {
+            name: buffer.nbytes
+            for cache in self._caches()
+            for name, buffer in cache.device_buffers().items()
+        }
 
     def _prefill(
         self, cache: KVCache, sequence: Sequence, prompt: tuple[int, ...]
@@ -306,6 +362,16 @@ def _context_tokens(settings: Settings, max_positions: int) -> int:
             f"{max_positions}."
         )
     return context
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Say whether memory ran out; PyTorch's CPU and pinned allocators raise plain RuntimeErrors."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, RequestError):
+        return False
+    text = str(error).lower()
+    return "out of memory" in text or "can't allocate memory" in text
 
 
 def _first_line(error: BaseException) -> str:

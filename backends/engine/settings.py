@@ -16,8 +16,49 @@ MIN_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSettings:
+    """Where keys and values lie, as asked for. `backends.engine.offload` explains each."""
+
+    mode: str
+    resident_tokens: int | None
+    num_gpu_blocks: int
+    kvcache_block_size: int
+
+    def __post_init__(self) -> None:
+        """Check every value that can be judged without the model.
+
+        Raises:
+            ConfigurationError: a value is of the wrong type, out of range or unknown.
+        """
+        require_count("kvcache_block_size", self.kvcache_block_size)
+        require_count("num_gpu_blocks", self.num_gpu_blocks)
+        if self.num_gpu_blocks < MIN_SLOTS:
+            raise ConfigurationError(
+                f"num_gpu_blocks={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot is read "
+                "while the next is loaded."
+            )
+        require_name("offload", self.mode, OFFLOAD_MODES)
+        if self.resident_tokens is not None:
+            require_count("resident_tokens", self.resident_tokens)
+            if self.mode != "auto":
+                raise ConfigurationError(
+                    f"resident_tokens={self.resident_tokens} has no effect with "
+                    f"offload={self.mode}: set offload=auto, or leave resident_tokens null."
+                )
+
+    @property
+    def longest_resident_tokens(self) -> int:
+        """The longest request that `auto` keeps on the device; by default what the ring holds."""
+        return self.resident_tokens or self.num_gpu_blocks * self.kvcache_block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Every setting of the engine, as asked for. `backends.engine` explains each."""
+    """Every setting of the engine, as asked for. `backends.engine` explains each.
+
+    Attributes:
+        offload: None keeps every request on the device.
+    """
 
     model_path: str
     device: str
@@ -30,10 +71,7 @@ class Settings:
     policy: str
     poison: bool
     fault: str | None
-    offload: str
-    resident_tokens: int | None
-    num_gpu_blocks: int
-    kvcache_block_size: int
+    offload: OffloadSettings | None
 
     def __post_init__(self) -> None:
         """Check every value that can be judged without the model.
@@ -42,28 +80,15 @@ class Settings:
             ConfigurationError: a value is of the wrong type, out of range or unknown.
         """
         require_count("threads", self.threads)
-        for key in ("max_model_len", "chunk_tokens", "attend_tokens", "resident_tokens"):
+        for key in ("max_model_len", "chunk_tokens", "attend_tokens"):
             if getattr(self, key) is not None:
                 require_count(key, getattr(self, key))
-        require_count("kvcache_block_size", self.kvcache_block_size)
-        require_count("num_gpu_blocks", self.num_gpu_blocks)
-        if self.num_gpu_blocks < MIN_SLOTS:
-            raise ConfigurationError(
-                f"num_gpu_blocks={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot is read "
-                "while the next is loaded."
-            )
-        require_name("offload", self.offload, OFFLOAD_MODES)
         require_name("dtype", self.dtype, ("auto", *DTYPES))
         if not isinstance(self.poison, bool):
             raise ConfigurationError(f"poison={self.poison!r}: allowed are true and false.")
         if self.fault is not None:
             raise ConfigurationError(
                 f"fault={self.fault!r}: this engine knows no seeded faults yet; leave it null."
-            )
-        if self.resident_tokens is not None and self.offload != "auto":
-            raise ConfigurationError(
-                f"resident_tokens={self.resident_tokens} has no effect with "
-                f"offload={self.offload}: set offload=auto, or leave resident_tokens null."
             )
 
 
