@@ -22,7 +22,7 @@ the one that Llama 3.1's template falls back to."""
 class _GenerationBlocks(Extension):
     """Accepts `{% generation %}`, which marks the answer for training and prints its body."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -363,7 +363,7 @@ class TiktokenTokenizer:
             UsageError: the text holds a special token of the encoding, which tiktoken refuses.
         """
         try:
-            return self._encoding.encode(text)
+            return list(self._encoding.encode(text))
         except ValueError as error:
             raise UsageError(
                 f"tokenizer {self.name!r}: the prompt holds a special token of the encoding, "
@@ -373,7 +373,7 @@ class TiktokenTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
         special = set(self._encoding._special_tokens.values())
-        return self._encoding.decode([one for one in ids if one not in special])
+        return str(self._encoding.decode([one for one in ids if one not in special]))
 
     def chat_prompt(self, user: str) -> str:
         """See `Tokenizer.chat_prompt`; an encoding has no chat template."""

@@ -53,7 +53,8 @@ class Essays:
         if chars > self._covered_chars:
             self._cover(self._chars(num_words + num_words // 8))
         settled, start = self._settled(bisect_left(self._starts, chars))
-        return self._sentences[:settled] + self._splitter.tokenize(self._slice(start, chars))
+        rest: list[str] = self._splitter.tokenize(self._slice(start, chars))
+        return self._sentences[:settled] + rest
 
     def _settled(self, count: int) -> tuple[int, int]:
         """Return how many of the first `count` sentences stand, and where the next one starts."""

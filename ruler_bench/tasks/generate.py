@@ -1,11 +1,13 @@
-"""`generate`: the samples of a task; pure, nothing is kept."""
+"""`generate`: the samples of a task, or the least length that has room for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from itertools import islice
 
-from ruler_bench.tasks.fit import iterate
+from ruler_bench.errors import UsageError
+from ruler_bench.tasks.fit import DoesNotFitError, iterate
 from ruler_bench.tasks.sample import Sample
 from ruler_bench.tasks.spec import DataSpec
 
@@ -13,5 +15,69 @@ from ruler_bench.tasks.spec import DataSpec
 def generate(
     spec: DataSpec, num_samples: int, progress: Callable[[str], None] | None = None
 ) -> list[Sample]:
-    """Return the first `num_samples` samples; more samples never change the earlier ones."""
-    return list(islice(iterate(spec), num_samples))
+    """Return the first `num_samples` samples; asking for more never changes the earlier ones.
+
+    Nothing is kept between calls.
+
+    Args:
+        spec: what decides the data.
+        num_samples: how many.
+        progress: called with a short line before the first sample and after each.
+
+    Raises:
+        UsageError: a sample does not fit; names the least length at which all of them do. Also
+            for missing word lists or essays.
+    """
+    try:
+        return list(_reporting(spec, num_samples, progress or (lambda line: None)))
+    except DoesNotFitError as error:
+        least = _least_length(spec, num_samples, error.least_total)
+        raise UsageError(
+            f"length={spec.length} is too small for {spec.task.name}: the least length for"
+            f" num_samples={num_samples} with seed={spec.seed}, template={spec.template} and this"
+            f" tokenizer is {least} (of which {spec.task.tokens_to_generate} are kept for the"
+            " answer)."
+        ) from error
+
+
+def _reporting(
+    spec: DataSpec, num_samples: int, progress: Callable[[str], None]
+) -> Iterator[Sample]:
+    progress(f"{spec.task.name}: fitting the haystack to {spec.length} tokens")
+    for sample in islice(iterate(spec), num_samples):
+        yield sample
+        progress(f"{spec.task.name}: sample {sample.ordinal + 1} of {num_samples}")
+
+
+def _least_length(spec: DataSpec, num_samples: int, at_least: int) -> int:
+    """Return a length that has room for every sample while one token less has not.
+
+    Another length draws other samples, so nothing short of generating them tells.
+
+    Args:
+        spec: whose length is too small.
+        num_samples: samples that must fit.
+        at_least: the fewest tokens that the sample which did not fit would have taken; where
+            the search begins.
+    """
+    too_small, fits, step = spec.length, max(at_least, spec.length + 1), 1
+    while (needed := _needed(spec, fits, num_samples)) is not None:
+        too_small, fits, step = fits, max(needed, fits + step), step * 2
+    while fits - too_small > 1:
+        middle = (too_small + fits) // 2
+        if _needed(spec, middle, num_samples) is None:
+            fits = middle
+        else:
+            too_small = middle
+    return fits
+
+
+def _needed(spec: DataSpec, length: int, num_samples: int) -> int | None:
+    """Return None if every sample fits `length`, else the fewest tokens the failing one took."""
+    samples = iterate(dataclasses.replace(spec, length=length))
+    try:
+        for _ in islice(samples, num_samples):
+            pass
+    except DoesNotFitError as error:
+        return error.least_total
+    return None
