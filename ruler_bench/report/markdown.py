@@ -1,0 +1,146 @@
+"""report.md: the run as one would paste it into an issue."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruler_bench.records import Record
+from ruler_bench.report.rows import Row, Run, build_row, finished
+from ruler_bench.report.tables import markdown_runs, markdown_table, write_summary
+from ruler_bench.report.text import code_block, human_number, markdown_cell, visible
+
+LISTED_SAMPLES = 100
+MANIFEST_KEYS_LEFT_OUT = frozenset({"format_version", "lives"})
+
+LEGEND = (
+    "Score, correct and interval are over finished samples; errors are samples that failed in the "
+    "engine and are not counted as wrong. Nulls are empty outputs, truncated ones were ended by "
+    "the token limit. Bytes up and down are KV cache copied to the device and from it."
+)
+
+ALL_RIGHT = "None: every sample was answered with full score."
+NOTHING_RUN = "None: no sample has been run."
+
+
+def write_reports(folder: Path, runs: Sequence[Run]) -> None:
+    """Write summary.csv and report.md into an existing folder.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+        UsageError: a manifest's metric is unknown.
+    """
+    rows = [build_row(run) for run in runs]
+    write_summary(folder / "summary.csv", rows)
+    (folder / "report.md").write_text(report(runs, rows), encoding="utf-8", newline="\n")
+
+
+def report(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+    """Return title, settings in force, the table, and what failed, in Markdown."""
+    title = _name(rows[0]) if len(rows) == 1 else f"{len(rows)} runs"
+    parts = [
+        f"# RULER: {title}",
+        "## Settings in force",
+        *_settings(runs, rows),
+        "## Results",
+        markdown_runs(rows),
+        LEGEND,
+        "## Samples to look at",
+    ]
+    failures = [part for run, row in zip(runs, rows, strict=True) for part in _failures(run, row)]
+    parts += failures or [ALL_RIGHT if any(run.records for run in runs) else NOTHING_RUN]
+    return "\n\n".join(parts) + "\n"
+
+
+def _name(row: Row) -> str:
+    parts = [row.task, f"{row.length_tokens} tokens", row.backend, row.model, row.arm]
+    return ", ".join(markdown_cell(part) for part in parts if part)
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def _settings(runs: Sequence[Run], rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what all runs share, then what is each one's own."""
+    flat = [dict(_flatten(run.manifest)) for run in runs]
+    shared = {
+        key: value
+        for key, value in (flat[0].items() if flat else ())
+        if all(other.get(key) == value for other in flat)
+    }
+    yield _setting_lines(shared)
+    for row, settings in zip(rows, flat, strict=True):
+        own = {key: value for key, value in settings.items() if key not in shared}
+        if own:
+            yield f"### {_name(row)}"
+            yield _setting_lines(own)
+
+
+def _setting_lines(settings: dict[str, str]) -> str:
+    return code_block([f"{key} = {value}" for key, value in settings.items()])
+
+
+def _flatten(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in manifest.items():
+        if key == "command" and isinstance(value, list):
+            yield key, visible(shlex.join(value))
+        elif key not in MANIFEST_KEYS_LEFT_OUT:
+            yield from _leaves(key, value)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield visible(key), visible(value) if isinstance(value, str) else json.dumps(value)
+
+
+# --- samples that failed ------------------------------------------------------------------------
+
+
+def _failures(run: Run, row: Row) -> Iterator[str]:
+    """Yield wrong answers and errors of a run; nothing where all is well."""
+    wrong = [record for record in finished(run) if not record.correct]
+    errors = [record for record in run.records if record.error is not None]
+    if not wrong and not errors:
+        return
+    yield f"### {_name(row)}"
+    if wrong:
+        yield _found(f"{len(wrong)} of {row.samples} without full score", wrong)
+        yield markdown_table(
+            ("ordinal", "position", "depth", "score", "ended by", "expected", "got"),
+            [_wrong_cells(record) for record in wrong[:LISTED_SAMPLES]],
+        )
+    if errors:
+        yield _found(f"{len(errors)} with an error in the engine", errors)
+        yield markdown_table(
+            ("ordinal", "position", "error"),
+            [
+                (str(one.ordinal), str(one.position), markdown_cell(one.error or ""))
+                for one in errors[:LISTED_SAMPLES]
+            ],
+        )
+
+
+def _found(what: str, records: Sequence[Record]) -> str:
+    ordinals = ",".join(str(record.ordinal) for record in records)
+    more = len(records) - LISTED_SAMPLES
+    rest = f" The first {LISTED_SAMPLES} follow, the others are in records.jsonl." * (more > 0)
+    return f"{what}: `indices=[{ordinals}]`.{rest}"
+
+
+def _wrong_cells(record: Record) -> tuple[str, ...]:
+    output = record.output or ""
+    return (
+        str(record.ordinal),
+        str(record.position),
+        human_number(record.depth, 2),
+        human_number(record.score, 2),
+        markdown_cell(record.finish_reason or "-"),
+        markdown_cell(", ".join(record.expected)),
+        markdown_cell(output) if output else "*(empty)*",
+    )

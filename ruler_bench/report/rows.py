@@ -1,0 +1,132 @@
+"""Row: what a table says about one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ruler_bench.records import Record
+from ruler_bench.score import cell_score, is_null
+from ruler_bench.statistics import score_interval
+
+
+@dataclass
+class Run:
+    """The records of one arm of a run, and its manifest."""
+
+    manifest: dict[str, Any]
+    records: list[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run in figures; the fields are the columns of summary.csv. None: nobody can tell.
+
+    Attributes:
+        task, length_tokens, backend, model, arm: which run.
+        samples: finished samples; everything but `errors` is about these.
+        correct: samples with full score.
+        score: RULER's, 0 to 100, two decimals.
+        score_low_95, score_high_95: bounds of its 95% interval.
+        interval_method: "wilson" or "bootstrap".
+        errors: samples that failed in the engine, not counted as wrong.
+        nulls: empty outputs.
+        truncated: outputs that the token limit ended.
+        seconds_per_sample: mean time from request to last token.
+        ttft_seconds: mean time to first token.
+        decode_tokens_per_second: tokens after the first, over the time they took.
+        bytes_up_per_sample, bytes_down_per_sample: mean KV bytes copied to and from the device.
+        peak_device_bytes: the largest of all samples.
+    """
+
+    task: str
+    length_tokens: int
+    backend: str
+    model: str
+    arm: str | None
+    samples: int
+    correct: int
+    score: float | None
+    score_low_95: float | None
+    score_high_95: float | None
+    interval_method: str | None
+    errors: int
+    nulls: int
+    truncated: int
+    seconds_per_sample: float | None
+    ttft_seconds: float | None
+    decode_tokens_per_second: float | None
+    bytes_up_per_sample: float | None
+    bytes_down_per_sample: float | None
+    peak_device_bytes: int | None
+
+
+def finished(run: Run) -> list[Record]:
+    """Return the records of the samples that the engine answered."""
+    return [record for record in run.records if record.error is None]
+
+
+def build_row(run: Run) -> Row:
+    """Return the figures of a run.
+
+    Raises:
+        UsageError: the manifest's metric is unknown.
+    """
+    records = finished(run)
+    outputs = [record.output or "" for record in records]
+    interval = score_interval([record.score for record in records if record.score is not None])
+    return Row(
+        task=run.manifest["task"],
+        length_tokens=run.manifest["length"],
+        backend=run.manifest["backend"],
+        model=run.manifest["model"],
+        arm=run.records[0].arm if run.records else None,
+        samples=len(records),
+        correct=sum(bool(record.correct) for record in records),
+        score=_score(run.manifest["metric"], outputs, records),
+        score_low_95=interval.low if interval else None,
+        score_high_95=interval.high if interval else None,
+        interval_method=interval.method if interval else None,
+        errors=len(run.records) - len(records),
+        nulls=sum(is_null(output) for output in outputs),
+        truncated=sum(record.finish_reason == "length" for record in records),
+        seconds_per_sample=_mean(_total_seconds(record) for record in records),
+        ttft_seconds=_mean(record.ttft_seconds for record in records),
+        decode_tokens_per_second=_decode_rate(records),
+        bytes_up_per_sample=_mean(record.bytes_up for record in records),
+        bytes_down_per_sample=_mean(record.bytes_down for record in records),
+        peak_device_bytes=_largest(record.peak_device_bytes for record in records),
+    )
+
+
+def _score(metric: str, outputs: Sequence[str], records: Sequence[Record]) -> float | None:
+    if not records:
+        return None
+    return cell_score(metric, outputs, [record.expected for record in records])
+
+
+def _total_seconds(record: Record) -> float | None:
+    if record.ttft_seconds is None:
+        return None
+    return record.ttft_seconds + (record.decode_seconds or 0.0)
+
+
+def _decode_rate(records: Sequence[Record]) -> float | None:
+    # The first token belongs to prefill.
+    timed = [
+        (len(record.output_tokens) - 1, record.decode_seconds)
+        for record in records
+        if record.output_tokens and record.decode_seconds
+    ]
+    seconds = sum(one[1] for one in timed)
+    return sum(one[0] for one in timed) / seconds if seconds else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
