@@ -44,10 +44,14 @@ def code_block(lines: list[str]) -> str:
 
 
 def human_bytes(count: float | None) -> str:
-    """Return a number of bytes in MiB or GiB."""
+    """Return a number of bytes in KiB, MiB or GiB; zero stays recognisable as none at all."""
     if count is None:
         return "-"
+    if count == 0:
+        return "0 MiB"
     mib = count / 2**20
+    if mib < 1:
+        return f"{mib * 1024:.1f} KiB"
     return f"{mib:.1f} MiB" if mib < 1024 else f"{mib / 1024:.2f} GiB"
 
 

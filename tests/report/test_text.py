@@ -59,7 +59,13 @@ def test_a_code_block_holds_just_its_lines(lines):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (0, "0.0 MiB"), (2**20 * 1.5, "1.5 MiB"), (3 * 2**30, "3.00 GiB")],
+    [
+        (None, "-"),
+        (0, "0 MiB"),
+        (512, "0.5 KiB"),
+        (2**20 * 1.5, "1.5 MiB"),
+        (3 * 2**30, "3.00 GiB"),
+    ],
 )
 def test_bytes(value, text):
     assert human_bytes(value) == text
