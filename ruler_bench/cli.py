@@ -187,8 +187,11 @@ def _bad_key(key: str, error: OmegaConfBaseException, config_name: str) -> Usage
         return _unknown_key(key, config_name)
     match = re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text)
     if match:
-        kind = {"Integer": "an integer", "Boolean": "true or false"}.get(match[2], match[2])
+        kind = {"Integer": "an integer"}.get(match[2], match[2])
         return UsageError(f"{key}={match[1]}: must be {kind}.")
+    match = re.match(r"Value '(.*)' is not a valid bool", text)
+    if match:
+        return UsageError(f"{key}={match[1]}: must be true or false.")
     return UsageError(f"{key}: {text}")
 
 

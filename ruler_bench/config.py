@@ -323,8 +323,26 @@ def model_path(config: DictConfig) -> str:
     return path
 
 
+MODEL_KEYS = ("path", "good_length_tokens")
+
+
+def check_keys(config: DictConfig, schema: type[DataConfig]) -> None:
+    """Refuse keys that `+key=value` added and nothing reads.
+
+    Raises:
+        UsageError: names the key and the nearest known one.
+    """
+    known = {one.name for one in dataclasses.fields(schema)}
+    for key in config:
+        if key not in known:
+            raise unknown_name("key", str(key), known)
+    for key in config.model:
+        if key not in MODEL_KEYS:
+            raise unknown_name("key", f"model.{key}", [f"model.{name}" for name in MODEL_KEYS])
+
+
 def check_data_keys(config: DictConfig) -> None:
-    """Check the keys that both commands share."""
+    """Check the values of the keys that both commands share."""
     check_int("num_samples", config.num_samples, 1, MAX_ORDINAL + 1)
     check_int("seed", config.seed, 0, MAX_SEED)
 
@@ -343,6 +361,7 @@ def cells(
     Raises:
         UsageError: a value is out of range or names nothing known.
     """
+    check_keys(config, RunConfig)
     check_data_keys(config)
     threads = default_threads() if config.threads is None else config.threads
     check_int("threads", threads, 1)

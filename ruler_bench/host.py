@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from backends.base import HARNESS_ARGUMENTS, Backend
 from ruler_bench.errors import UsageError, unknown_name
 
 TARGET = "_target_"
+
+# Hydra logs what it also raises; the user is told once.
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
 
 def backend_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
@@ -37,12 +41,13 @@ def backend_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     return found
 
 
-def check_settings(factory: Callable[..., Backend], settings: dict[str, Any]) -> None:
-    """Check that the backend has every setting: none may be dropped in silence.
+def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
+    """Return the factory of a backend that has every setting: none may be dropped in silence.
 
     Raises:
         UsageError: names the setting, the nearest one and all of them.
     """
+    factory = backend_factory(settings)
     parameters = inspect.signature(factory).parameters.values()
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         raise UsageError(
@@ -57,6 +62,7 @@ def check_settings(factory: Callable[..., Backend], settings: dict[str, Any]) ->
     for name in required:
         if name not in settings and name not in HARNESS_ARGUMENTS:
             raise UsageError(f"backend.{name} is missing: {settings[TARGET]} needs it.")
+    return factory
 
 
 def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
@@ -70,8 +76,7 @@ def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
     Raises:
         UsageError, ConfigurationError: a setting is unknown or cannot be honoured.
     """
-    factory = backend_factory(settings)
-    check_settings(factory, settings)
+    factory = checked_factory(settings)
     names = inspect.signature(factory).parameters
     arguments = {key: value for key, value in settings.items() if key != TARGET}
     for key, value in harness.items():

@@ -10,7 +10,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from backends.base import ConfigurationError
 from ruler_bench.cli import USAGE_ERROR, JobResult, print_error, run_app
-from ruler_bench.config import check_data_keys, parse_lengths, task_spec, tokenizer_name
+from ruler_bench.config import (
+    PrepareConfig,
+    check_data_keys,
+    check_keys,
+    parse_lengths,
+    task_spec,
+    tokenizer_name,
+)
 from ruler_bench.errors import UsageError
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.sample import Sample
@@ -31,6 +38,7 @@ def job(config: DictConfig) -> JobResult:
     from ruler_bench.model_files import model_folder  # noqa: PLC0415
     from ruler_bench.tokenizer import load_tokenizer  # noqa: PLC0415
 
+    check_keys(config, PrepareConfig)
     check_data_keys(config)
     if OmegaConf.is_missing(config, "out"):
         raise UsageError("out is missing: name the file to write, for instance out=samples.jsonl.")

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 from dataclasses import MISSING, asdict, dataclass, fields
+from io import FileIO
 from pathlib import Path
 
 from ruler_bench.errors import UsageError
@@ -147,12 +148,14 @@ class RecordingError(RuntimeError):
 
 
 class RecordWriter:
-    """Appends records to a file, each on disk before `append` returns."""
+    """Appends records to a file, each on disk before `append` returns.
+
+    The file is created with the first record, so that a run that cannot start leaves none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.written = 0
-        self._file = path.open("ab", buffering=0)
+        self._file: FileIO | None = None
 
     def append(self, record: Record) -> None:
         """Write one line and wait until it is on disk.
@@ -160,25 +163,24 @@ class RecordWriter:
         Raises:
             RecordingError: the line could not be written whole; it is taken back.
         """
-        start = self._file.tell()
+        if self._file is None:
+            self._file = FileIO(self.path, "a")
+        start = self._file.seek(0, os.SEEK_END)
         data = to_line(record).encode()
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
-            self._take_back(start)
+            # A full disk still allows shrinking; if even that fails, resume repairs the line.
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)
             raise RecordingError(
                 f"could not record ordinal {record.ordinal} in {self.path}: {error.strerror}. "
                 "The samples before it are kept; make room and run the same command again."
             ) from error
-        self.written += 1
-
-    def _take_back(self, size: int) -> None:
-        # A full disk still allows shrinking; if even that fails, resume repairs the line.
-        with contextlib.suppress(OSError):
-            self._file.truncate(size)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -16,7 +16,7 @@ from backends.base import Backend, Generation, Request, RequestError
 from ruler_bench import manifest, model_files
 from ruler_bench.config import Cell
 from ruler_bench.errors import UsageError
-from ruler_bench.host import start_backend
+from ruler_bench.host import checked_factory, start_backend
 from ruler_bench.journal import Journal
 from ruler_bench.progress import Progress
 from ruler_bench.records import Record, RecordingError
@@ -83,6 +83,7 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
     """
     model = model_files.model_folder(cell.model_path)
     check_positions(cell, model)
+    checked_factory(cell.backend_settings)
     tokenizer = load_tokenizer(str(model) if cell.tokenizer == cell.model_path else cell.tokenizer)
     data = DataSpec(
         task=cell.task,
