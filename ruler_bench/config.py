@@ -126,10 +126,7 @@ class Cell:
             "seed": self.seed,
             "template": self.template,
             "tokenizer": portable_path(self.tokenizer),
-            "backend": {
-                "name": self.backend,
-                **_without_secrets(self.backend_settings),
-            },
+            "backend": {"name": self.backend, **shareable(self.backend_settings)},
             "model": {"name": self.model, "path": portable_path(self.model_path)},
             "device": self.device,
             "threads": self.threads,
@@ -154,17 +151,18 @@ def is_secret_key(key: str) -> bool:
     return bool(_SECRET_KEY.search(key))
 
 
-def _without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: "(not written down)"
-        if is_secret_key(key) and value is not None
-        else _without_secrets(value)
-        if isinstance(value, dict)
-        else portable_path(value)
-        if isinstance(value, str)
-        else value
-        for key, value in settings.items()
-    }
+def shareable(value: Any) -> Any:
+    """Return settings as a manifest may hold them: paths relative, secrets not written down."""
+    if isinstance(value, dict):
+        return {
+            key: "(not written down)"
+            if is_secret_key(key) and inner is not None
+            else shareable(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [shareable(inner) for inner in value]
+    return portable_path(value) if isinstance(value, str) else value
 
 
 # --- checks -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from backends.base import Backend
 from ruler_bench import device, manifest, model_files
-from ruler_bench.config import Cell
+from ruler_bench.config import Cell, shareable
 from ruler_bench.errors import UsageError
 from ruler_bench.records import Record, RecordWriter, read_records, repair_last_line
 from ruler_bench.report import Run
@@ -80,7 +80,7 @@ class Journal:
         Raises:
             UsageError: its settings in force differ from those of the engines before it.
         """
-        in_force = backend.describe()
+        in_force = shareable(backend.describe())
         if self.manifest["backend_in_force"] is not None:
             manifest.check_same(
                 self.folder,
