@@ -135,7 +135,7 @@ def _added_token_is_local(token: Any) -> bool:
 
 def _alternatives(pattern: str) -> set[str]:
     """Return the top-level alternatives of a pattern, possessive quantifiers made plain."""
-    plain = re.sub(r"(?<!\\)([+*?}])\+", r"\1", pattern)
+    plain = re.sub(r"(?<!\\)([+*?]|\{\d+(?:,\d*)?\})\+", r"\1", pattern)
     found, start, depth, in_class, position = [], 0, 0, False, 0
     while position < len(plain):
         char = plain[position]

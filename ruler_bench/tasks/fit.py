@@ -6,16 +6,16 @@ searched decide every sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ruler_bench.tasks.counting import PartCounter
 from ruler_bench.tasks.niah import PREFIX_MARK, Draw, Niah
 from ruler_bench.tasks.sample import Sample
 from ruler_bench.tasks.spec import DataSpec
 
-MAX_REDRAWS = 500
-"""Draws of one sample at the smallest haystack after which it counts as not fitting. The reference
-would go on for ever; a sample that fits less than once in so many draws is not worth waiting for.
+MAX_REDRAWS = 100
+"""Draws of one sample at the smallest haystack after which it counts as not fitting. Keys and
+values differ in tokens, so a draw may still fit where others do not; the reference draws for ever.
 """
 
 
@@ -23,12 +23,12 @@ class DoesNotFitError(Exception):
     """A sample does not fit the length, however small its haystack.
 
     Attributes:
-        least_total: the fewest tokens of prompt and generation that any draw of it took.
+        totals: tokens of prompt and generation that its draws took, ascending.
     """
 
-    def __init__(self, least_total: int) -> None:
-        super().__init__(f"at least {least_total} tokens are needed")
-        self.least_total = least_total
+    def __init__(self, totals: Sequence[int]) -> None:
+        super().__init__(f"{len(totals)} draws do not fit")
+        self.totals = sorted(totals)
 
 
 def iterate(spec: DataSpec) -> Iterator[Sample]:
@@ -72,16 +72,19 @@ class _Fitting:
 
     def next_sample(self, size: int, ordinal: int) -> Sample:
         """Draw until one fits, giving up a step of the haystack after each that does not."""
-        least = None
-        for _ in range(MAX_REDRAWS + size // self._niah.step):
+        totals = []
+        while len(totals) < MAX_REDRAWS:
             draw = self._niah.draw(size)
             total = self._total(draw)
             if total <= self._spec.length:
                 return self._sample(draw, total, ordinal)
-            least = total if least is None else min(least, total)
             if size > self._niah.step:
                 size -= self._niah.step
-        raise DoesNotFitError(least or 0)
+            else:
+                totals.append(total)
+            if size < self._niah.least_size:
+                raise DoesNotFitError([total])
+        raise DoesNotFitError(totals)
 
     def _total(self, draw: Draw) -> int:
         return self._counter.count(draw.parts) + self._spec.task.tokens_to_generate

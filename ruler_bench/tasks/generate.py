@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from ruler_bench.errors import UsageError
@@ -31,7 +31,7 @@ def generate(
     try:
         return list(_reporting(spec, num_samples, progress or (lambda line: None)))
     except DoesNotFitError as error:
-        least = _least_length(spec, num_samples, error.least_total)
+        least = _least_length(spec, num_samples, error.totals)
         raise UsageError(
             f"length={spec.length} is too small for {spec.task.name}: the least length for"
             f" num_samples={num_samples} with seed={spec.seed}, template={spec.template} and this"
@@ -49,7 +49,7 @@ def _reporting(
         progress(f"{spec.task.name}: sample {sample.ordinal + 1} of {num_samples}")
 
 
-def _least_length(spec: DataSpec, num_samples: int, at_least: int) -> int:
+def _least_length(spec: DataSpec, num_samples: int, totals: Sequence[int]) -> int:
     """Return a length that has room for every sample while one token less has not.
 
     Another length draws other samples, so nothing short of generating them tells.
@@ -57,27 +57,28 @@ def _least_length(spec: DataSpec, num_samples: int, at_least: int) -> int:
     Args:
         spec: whose length is too small.
         num_samples: samples that must fit.
-        at_least: the fewest tokens that the sample which did not fit would have taken; where
-            the search begins.
+        totals: tokens that the draws of the sample which did not fit took, ascending. A length
+            at which one draw in ten fits is about enough, and is tried first.
     """
-    too_small, fits, step = spec.length, max(at_least, spec.length + 1), 1
-    while (needed := _needed(spec, fits, num_samples)) is not None:
-        too_small, fits, step = fits, max(needed, fits + step), step * 2
-    while fits - too_small > 1:
-        middle = (too_small + fits) // 2
-        if _needed(spec, middle, num_samples) is None:
-            fits = middle
+    too_small, step = spec.length, 1
+    length = max(too_small + 1, totals[len(totals) // 10])
+    while not _fits(spec, length, num_samples):
+        too_small, length, step = length, length + step, step * 2
+    least, step = length, 1
+    while least - too_small > 1:
+        length = max(least - step, (too_small + least) // 2)
+        if _fits(spec, length, num_samples):
+            least, step = length, step * 2
         else:
-            too_small = middle
-    return fits
+            too_small = length
+    return least
 
 
-def _needed(spec: DataSpec, length: int, num_samples: int) -> int | None:
-    """Return None if every sample fits `length`, else the fewest tokens the failing one took."""
+def _fits(spec: DataSpec, length: int, num_samples: int) -> bool:
     samples = iterate(dataclasses.replace(spec, length=length))
     try:
         for _ in islice(samples, num_samples):
             pass
-    except DoesNotFitError as error:
-        return error.least_total
-    return None
+    except DoesNotFitError:
+        return False
+    return True

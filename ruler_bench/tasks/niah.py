@@ -76,8 +76,9 @@ class Niah:
         spec: what decides the data.
 
     Attributes:
-        step: haystack units (words or lines) that a sample which does not fit gives up, and the
-            size of the smallest haystack.
+        step: haystack units (words or lines) that a sample which does not fit gives up; a
+            haystack no larger than that is not shrunk.
+        least_size: units below which there are not enough places for the needles.
     """
 
     def __init__(self, spec: DataSpec) -> None:
@@ -88,6 +89,7 @@ class Niah:
         self._essays = load_essays() if spec.task.haystack == "essay" else None
         self._frame = _Frame(spec.task, spec.model_template())
         self.step = _step(spec.task.haystack, spec.length)
+        self.least_size = 1 if self._essays else spec.task.num_keys * spec.task.num_values
 
     def draw(self, size: int) -> Draw:
         """Draw the next prompt from the stream, with a haystack of `size` words or lines."""

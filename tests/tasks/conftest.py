@@ -1,0 +1,92 @@
+"""Tokenizers and specs for the tests of tasks."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ruler_bench.tasks import DataSpec, TaskSpec
+from ruler_bench.tokenizer import FolderTokenizer, Tokenizer
+
+TESTS = Path(__file__).parent.parent
+CONFIGS = TESTS.parent / "configs" / "task"
+
+MakeSpec = Callable[..., DataSpec]
+
+
+class WordTokenizer:
+    """A word or a whitespace character is a token: quick, and easy to count by hand."""
+
+    name = "words"
+    fingerprint = "words-1"
+    adds_bos = False
+
+    def __init__(self, splits_at_spaces: bool = True) -> None:
+        self.splits_at_spaces = splits_at_spaces
+        self.texts_counted = 0
+
+    def count(self, text: str) -> int:
+        return self.counts([text])[0]
+
+    def counts(self, texts: Sequence[str]) -> list[int]:
+        self.texts_counted += len(texts)
+        return [len(re.findall(r"\S+|\s", text)) for text in texts]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [0] * self.count(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join("?" for _ in ids)
+
+    def chat_prompt(self, user: str) -> str:
+        return f"<user> there are some {{answers}}\n{user}<assistant>\n"
+
+
+def load_task(name: str) -> TaskSpec:
+    return TaskSpec(**yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> FolderTokenizer:
+    folder = TESTS / "data" / "tokenizers" / "smollm2"
+    return FolderTokenizer(str(folder), folder)
+
+
+@pytest.fixture
+def make_word_tokenizer() -> type[WordTokenizer]:
+    return WordTokenizer
+
+
+@pytest.fixture
+def word_tokenizer() -> WordTokenizer:
+    return WordTokenizer()
+
+
+@pytest.fixture
+def task() -> Callable[[str], TaskSpec]:
+    """Read a task from configs/task."""
+    return load_task
+
+
+@pytest.fixture
+def spec(word_tokenizer: WordTokenizer) -> MakeSpec:
+    """Make a DataSpec; what is not named is niah_single_1 at 1024 words."""
+
+    def make(
+        task: str | TaskSpec = "niah_single_1",
+        length: int = 1024,
+        seed: int = 42,
+        template: str = "base",
+        tokenizer: Tokenizer = word_tokenizer,
+    ) -> DataSpec:
+        return DataSpec(
+            task=load_task(task) if isinstance(task, str) else task,
+            length=length,
+            seed=seed,
+            template=template,
+            tokenizer=tokenizer,
+        )
+
+    return make
