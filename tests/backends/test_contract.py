@@ -1,0 +1,157 @@
+"""One contract over every backend: each file of configs/backend, on the probe, through the seam."""
+
+import ast
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from backends.base import Backend, PromptTooLong, Request, RequestError
+from ruler_bench.config import config_dir, register_schemas
+from ruler_bench.host import start_backend
+from ruler_bench.model_files import model_folder, stop_token_ids
+from ruler_bench.tasks import DataSpec, generate
+from ruler_bench.tokenizer import load_tokenizer
+
+NAMES = sorted(one.stem for one in (config_dir() / "backend").glob("*.yaml"))
+LENGTH = 1024
+MODELS = [name for name in NAMES if name != "oracle"]
+
+
+def compose(*overrides):
+    register_schemas()
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
+        return hydra.compose("config", overrides=list(overrides))
+
+
+@pytest.fixture(scope="module")
+def samples():
+    config = compose("task=niah_single_1")
+    tokenizer = load_tokenizer(str(model_folder("package:probe")))
+    from ruler_bench.config import task_spec
+
+    spec = DataSpec(task_spec(config), LENGTH, 7, "base", tokenizer)
+    return [(one, tuple(tokenizer.encode_prompt(one.prompt))) for one in generate(spec, 3)]
+
+
+def start(name, length=LENGTH):
+    settings = OmegaConf.to_container(compose(f"backend={name}").backend, resolve=True)
+    harness = {
+        "model_path": str(model_folder("package:probe")),
+        "device": "cpu",
+        "threads": 1,
+        "max_model_len": length,
+        "dtype": "auto",
+    }
+    return start_backend(settings, harness)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def backend(request):
+    engine = start(request.param)
+    yield engine
+    engine.close()
+
+
+def ask(number, sample, ids, limit=None):
+    return Request(
+        request_id=number,
+        prompt=sample.prompt,
+        prompt_token_ids=ids,
+        max_new_tokens=limit or sample.tokens_to_generate,
+        stop_token_ids=stop_token_ids(model_folder("package:probe")),
+    )
+
+
+def text_of(generation, request):
+    if generation.text is not None:
+        return generation.text
+    tokenizer = load_tokenizer(str(model_folder("package:probe")))
+    return tokenizer.decode([i for i in generation.token_ids if i not in request.stop_token_ids])
+
+
+def test_it_is_a_backend_that_says_what_is_in_force(backend):
+    assert isinstance(backend, Backend)
+    assert backend.describe()
+
+
+def test_every_setting_of_the_yaml_file_is_echoed(backend, request):
+    name = request.node.callspec.params["backend"]
+    asked = OmegaConf.to_container(compose(f"backend={name}").backend, resolve=True)
+    assert set(asked) - {"_target_"} <= set(backend.describe())
+
+
+def test_it_answers_and_stops(backend, samples):
+    for number, (sample, ids) in enumerate(samples):
+        request = ask(number, sample, ids)
+        generation = backend.generate(request)
+        assert sample.outputs[0] in text_of(generation, request)
+        assert generation.finish_reason == "stop"
+        if generation.token_ids is not None:
+            assert generation.token_ids[-1] in request.stop_token_ids
+            assert len(generation.logits_digest) == len(generation.token_ids)
+            assert len(generation.top2_margin) == len(generation.token_ids)
+            assert all(margin >= 0 for margin in generation.top2_margin)
+        assert generation.prompt_tokens in (None, len(ids))
+        assert generation.ttft_seconds is None or generation.ttft_seconds > 0
+
+
+def test_the_limit_is_a_limit(backend, samples):
+    sample, ids = samples[0]
+    generation = backend.generate(ask(9, sample, ids, limit=2))
+    if generation.token_ids is not None:
+        assert len(generation.token_ids) == 2
+        assert generation.finish_reason == "length"
+
+
+def test_the_same_question_has_the_same_answer_after_others(backend, samples):
+    first = backend.generate(ask(20, *samples[0]))
+    backend.generate(ask(21, *samples[1]))
+    again = backend.generate(ask(22, *samples[0]))
+    assert (first.token_ids, first.text, first.logits_digest) == (
+        again.token_ids,
+        again.text,
+        again.logits_digest,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_goes_on(name, samples):
+    engine = start(name)
+    sample, ids = samples[0]
+    try:
+        with pytest.raises(PromptTooLong, match=str(LENGTH)) as caught:
+            engine.generate(ask(0, sample, ids * 3))
+        assert isinstance(caught.value, RequestError)
+        assert engine.generate(ask(1, sample, ids)).finish_reason == "stop"
+    finally:
+        engine.close()
+        engine.close()
+
+
+def test_all_engines_give_the_same_tokens_and_ours_the_same_bits(samples):
+    answers = {}
+    for name in MODELS:
+        engine = start(name)
+        answers[name] = [engine.generate(ask(n, *one)) for n, one in enumerate(samples)]
+        engine.close()
+    tokens = {name: [one.token_ids for one in found] for name, found in answers.items()}
+    assert tokens["offload"] == tokens["gpu_only"] == tokens["hf"]
+    bits = {name: [one.logits_digest for one in found] for name, found in answers.items()}
+    assert bits["offload"] == bits["gpu_only"]
+
+
+def test_backends_import_nothing_from_the_harness():
+    folder = Path(sys.modules["backends.base"].__file__).parent
+    imports = [
+        node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert len(imports) > 20
+    assert not [name for name in imports if name and name.startswith("ruler_bench")]
