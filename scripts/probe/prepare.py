@@ -1,0 +1,216 @@
+"""Make the tokenizer, the corpus of pieces and the real prompts for evaluation (no GPU needed)."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ruler_bench.tasks import DataSpec, TaskSpec, generate
+from ruler_bench.tasks.essays import load_essays
+from ruler_bench.tasks.template import singular
+from ruler_bench.tasks.wording import (
+    MODEL_TEMPLATES,
+    NEEDLE,
+    NIAH_ANSWER_PREFIX,
+    NIAH_TEMPLATE,
+    NOISE,
+    TASK,
+)
+from ruler_bench.tasks.words import load_words
+from ruler_bench.tokenizer import load_tokenizer
+from scripts.probe import bpe
+from scripts.probe.corpus import HEX_DIGITS, Corpus, Ragged
+from scripts.probe.prompts import Prompt
+from scripts.probe.sequences import FAMILIES
+
+VALUE_KINDS = ("numbers", "uuids")
+COUNTS = ("one", "many")
+
+ESSAY_WORDS = 110_000
+"""Of the corpus: its first words, before it repeats."""
+
+
+@cache
+def wrappers() -> dict[str, str]:
+    """Return the templates a prompt can stand in: the reference's, and the probe's own chat."""
+    return {**MODEL_TEMPLATES, "chat": f"{bpe.USER}\n{TASK}\n{bpe.ASSISTANT}\n"}
+
+
+def prompt_template(wrapper: str, count: str, kind: str) -> str:
+    """Return the whole prompt's template with {context} and {query} left open.
+
+    Args:
+        wrapper: name of the template around the question.
+        count: "one" or "many" values asked for.
+        kind: of the values, numbers or uuids.
+    """
+    template = wrappers()[wrapper].replace(TASK, NIAH_TEMPLATE) + NIAH_ANSWER_PREFIX
+    if count == "one":
+        template = singular(template)
+        kind = kind[:-1]
+    return template.replace("{type_needle_v}", kind)
+
+
+def adjectives() -> list[str]:
+    """Return the adjectives of keys, sorted."""
+    return _word_list("adjectivelist.txt")
+
+
+def nouns() -> list[str]:
+    """Return the nouns of keys, sorted."""
+    return _word_list("nounlist.txt")
+
+
+def _word_list(name: str) -> list[str]:
+    load_words()  # refuses another version than the data's
+    text = (files("wonderwords.assets") / name).read_text(encoding="utf-8")
+    return sorted({line.rstrip() for line in text.splitlines()})
+
+
+@cache
+def essay_sentences() -> list[str]:
+    """Return the sentences of the essays, which a space joins to the text."""
+    return load_essays().sentences(ESSAY_WORDS)
+
+
+def needle_line(kind: str, key: str, value: str) -> str:
+    """Return a needle as it stands on a line of its own."""
+    return NEEDLE.format(type_needle_v=kind, key=key, value=value)
+
+
+def tokenizer_texts(random: Random) -> Iterator[tuple[str, int]]:
+    """Yield the texts the tokenizer learns from, each with its weight.
+
+    Wording and noise weigh most, so that each of their words is one token. The first words of the
+    essays weigh more than the rest: every essay haystack begins with them, and the smallest one
+    (500 words) must leave room for needles and question at a length of 1024 tokens.
+    """
+    text = " ".join(essay_sentences())
+    yield text, 3
+    yield " " + " ".join(text.split(" ")[:1000]), 30
+    for adjective in adjectives():
+        yield f" {adjective}", 6
+    for noun in nouns():
+        yield f"-{noun}", 6
+    for wrapper in wrappers():
+        for count in COUNTS:
+            for kind in VALUE_KINDS:
+                yield prompt_template(wrapper, count, kind), 20
+    yield NOISE, 2000
+    yield "\n" + NOISE, 2000
+    for kind in VALUE_KINDS:
+        yield needle_line(kind, "", ""), 2000
+        yield "\n" + needle_line(kind, "", ""), 2000
+    for _ in range(200):
+        yield str(uuid.UUID(int=random.getrandbits(128), version=4)), 1
+
+
+def make_tokenizer(folder: Path, vocab_size: int, max_length_tokens: int) -> None:
+    """Train the tokenizer and write its three files, the chat template included."""
+    counts: Counter[str] = bpe.count_pieces(tokenizer_texts(Random(0)))
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe.build_tokenizer(counts, vocab_size).save(str(folder / "tokenizer.json"))
+    config = bpe.tokenizer_config(max_length_tokens)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(bpe.CHAT_TEMPLATE + "\n")
+
+
+def make_corpus(tokenizer: Tokenizer) -> Corpus:
+    """Tokenise every piece that a training sequence can hold."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    sentences = essay_sentences()
+    text = " " + " ".join(sentences)
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    token_at = {start: index for index, (start, _) in reversed(list(enumerate(encoding.offsets)))}
+    word_spaces = [index for index, character in enumerate(text) if character == " "]
+    sentence_spaces = accumulate((len(sentence) + 1 for sentence in sentences[:-1]), initial=0)
+    heads = [sentence.split(" ", 1)[0] for sentence in sentences]
+
+    return Corpus(
+        adjectives=Ragged.of([encode(f" {word}") for word in adjectives()]),
+        nouns=Ragged.of([encode(f"-{word}") for word in nouns()]),
+        essay=np.array(encoding.ids, np.int16),
+        word_starts=np.array([token_at[space] for space in word_spaces], np.int32),
+        sentence_starts=np.array([token_at[space] for space in sentence_spaces], np.int32),
+        sentence_heads=Ragged.of([encode(head) for head in heads]),
+        sentence_head_tokens=np.array([len(encode(f" {head}")) for head in heads], np.int32),
+        noise=np.array(encode(NOISE), np.int16),
+        characters=np.array([tokenizer.token_to_id(c) for c in HEX_DIGITS], np.int16),
+        spaced_characters=np.array(
+            [-1 if c.isdigit() else encode(f" {c}")[0] for c in HEX_DIGITS], np.int16
+        ),
+        wording={name: np.array(encode(piece), np.int16) for name, piece in wording().items()},
+        wrappers=tuple(wrappers()),
+        end_of_text=bpe.SPECIAL_TOKENS.index(bpe.END_OF_TEXT),
+        pad=bpe.SPECIAL_TOKENS.index(bpe.PAD),
+    )
+
+
+def wording() -> dict[str, str]:
+    """Cut the prompts' wording into the pieces around context, key and value."""
+    pieces = {name: name for name in (" ", "\n", ",", ".", " and")}
+    for kind in VALUE_KINDS:
+        needle, key_to_value, _ = re.split(" KEY| VALUE", needle_line(kind, "KEY", "VALUE"))
+        pieces[f"needle_line.{kind}"] = needle
+        pieces[f"needle.{kind}"] = " " + needle
+        pieces["is"] = key_to_value
+        for count in COUNTS:
+            for wrapper in wrappers():
+                template = prompt_template(wrapper, count, kind)
+                opening, ask, answer, end = re.split(r"\{context\}| \{query\}", template)
+                pieces[f"open.{wrapper}.{count}.{kind}"] = opening
+                pieces[f"ask.{count}.{kind}"] = ask
+                pieces[f"answer.{wrapper}.{count}.{kind}"] = answer
+                pieces[f"end.{count}"] = end
+    return pieces
+
+
+def make_prompts(
+    tokenizer_folder: Path, lengths: tuple[int, ...], num_samples: int, seed: int
+) -> list[Prompt]:
+    """Generate real samples of the eight tasks and tokenise their prompts."""
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    return [
+        Prompt(
+            task=sample.task,
+            length=length,
+            tokens=np.array(tokenizer.encode_prompt(sample.prompt), np.int16),
+            outputs=sample.outputs,
+        )
+        for length in lengths
+        for task in task_specs()
+        for sample in generate(DataSpec(task, length, seed, "base", tokenizer), num_samples)
+    ]
+
+
+def task_specs() -> list[TaskSpec]:
+    """Return the eight needle tasks as they are evaluated."""
+    return [
+        TaskSpec(
+            name=family.name,
+            kind="niah",
+            haystack=family.haystack,
+            key_type=family.keys,
+            value_type=family.values,
+            num_keys=family.num_keys,
+            num_values=family.num_values,
+            num_queries=family.num_queries,
+            tokens_to_generate=128,
+            metric="all",
+        )
+        for family in FAMILIES
+    ]
