@@ -220,13 +220,9 @@ class FolderTokenizer:
     def _bos_prefix(self) -> list[int]:
         """Return the ids the tokenizer puts before a text: BOS, or nothing.
 
-        An explicit add_bos_token in tokenizer_config.json wins over tokenizer.json, as in
-        transformers.
+        tokenizer.json decides, as in transformers 5; add_bos_token in tokenizer_config.json does
+        not count beside it.
         """
-        if "add_bos_token" in self._config or "add_eos_token" in self._config:
-            bos = _token_text(self._config.get("bos_token"))
-            bos_id = None if bos is None else self._backend.token_to_id(bos)
-            return [bos_id] if self._config.get("add_bos_token") and bos_id is not None else []
         return _prefix_before(
             self._backend.encode("a", add_special_tokens=True).ids,
             self._backend.encode("a", add_special_tokens=False).ids,

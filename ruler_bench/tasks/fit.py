@@ -72,7 +72,7 @@ class _Fitting:
 
     def next_sample(self, size: int, ordinal: int) -> Sample:
         """Draw until one fits, giving up a step of the haystack after each that does not."""
-        totals = []
+        totals: list[int] = []
         while len(totals) < MAX_REDRAWS:
             draw = self._niah.draw(size)
             total = self._total(draw)

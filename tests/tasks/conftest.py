@@ -72,11 +72,11 @@ def task() -> Callable[[str], TaskSpec]:
 
 @pytest.fixture
 def spec(word_tokenizer: WordTokenizer) -> MakeSpec:
-    """Make a DataSpec; what is not named is niah_single_1 at 1024 words."""
+    """Make a DataSpec; what is not named is niah_single_1 at 1600 words and spaces."""
 
     def make(
         task: str | TaskSpec = "niah_single_1",
-        length: int = 1024,
+        length: int = 1600,
         seed: int = 42,
         template: str = "base",
         tokenizer: Tokenizer = word_tokenizer,

