@@ -115,7 +115,8 @@ def offload(
     """
     if isinstance(attend_tokens, str) and attend_tokens != "block":
         raise ConfigurationError(
-            f"attend_tokens={attend_tokens!r}: allowed are a whole number from 1, block and null."
+            f"backend.attend_tokens={attend_tokens}: allowed are a whole number from 1, block "
+            "and null."
         )
     return Engine(
         Settings(

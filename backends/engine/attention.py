@@ -225,7 +225,7 @@ def choose_kernel(
     Raises:
         ConfigurationError: the name is unknown, or that kernel cannot run here.
     """
-    require_name("attention", name, ("auto", *KERNELS))
+    require_name("backend.attention", name, ("auto", *KERNELS))
     candidates = AUTO_ORDER if name == "auto" else (name,)
     reasons = []
     for candidate in candidates:
@@ -236,8 +236,9 @@ def choose_kernel(
         reasons.append(f"{candidate}: {reason}")
     heads, kv_heads, head_dim = shape
     raise ConfigurationError(
-        f"attention={name} cannot run on {device.type} in {_name(dtype)} with {heads} query and "
-        f"{kv_heads} key heads of {head_dim}: {'; '.join(reasons)}. Use attention=auto."
+        f"backend.attention={name} cannot run on {device.type} in {_name(dtype)} with {heads} "
+        f"query and {kv_heads} key heads of {head_dim}: {'; '.join(reasons)}. Use "
+        "backend.attention=auto."
     )
 
 

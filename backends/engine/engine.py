@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from backends.base import (
     Request,
     RequestError,
 )
+from backends.digest import trace_logits
 from backends.engine import attention
 from backends.engine.cache.base import KVCache, KVLayout, KVSpan, Sequence, Step
 from backends.engine.cache.offload import OffloadCache
@@ -29,8 +29,6 @@ from backends.engine.model import Decoder, find_model, read_shape
 from backends.engine.policy import POLICIES
 from backends.engine.settings import Settings, resolve_device, resolve_dtype
 from backends.engine.streams import make_streams
-
-DIGEST_BYTES = 8
 
 
 class Engine:
@@ -70,8 +68,8 @@ class Engine:
             if not _is_out_of_memory(error):
                 raise
             raise ConfigurationError(
-                f"weights and KV cache for max_model_len={self._context_tokens} tokens do not fit "
-                f"the memory of {self._device}: {_first_line(error)}"
+                f"weights and KV cache for backend.max_model_len={self._context_tokens} tokens do "
+                f"not fit the memory of {self._device}: {_first_line(error)}"
             ) from error
         self._open = True
 
@@ -135,6 +133,7 @@ class Engine:
         """Return every setting in force, and the bytes that are allocated for good."""
         settings = self._settings
         in_force: dict[str, Any] = {
+            "model_path": settings.model_path,
             "architecture": self._decoder.shape.architecture,
             "device": str(self._device),
             "threads": settings.threads,
@@ -337,17 +336,17 @@ class _Answer:
         """
         if logits is None:
             raise AssertionError("a step without logits")
-        row = logits.cpu().numpy()
-        best, second = torch.from_numpy(row).topk(2).values.tolist()
-        if not torch.from_numpy(row).isfinite().all():
+        trace = trace_logits(logits)
+        if not trace.finite:
             raise NonFiniteLogits(
                 f"request {self.request.request_id}: NaN or infinity in the logits of new token "
                 f"{len(self.token_ids)}"
             )
-        token = int(row.argmax())
+        # NumPy promises the first of equal maxima, PyTorch does not.
+        token = int(logits.cpu().numpy().argmax())
         self.token_ids.append(token)
-        self.digests.append(blake2b(row.tobytes(), digest_size=DIGEST_BYTES).hexdigest())
-        self.margins.append(best - second)
+        self.digests.append(trace.digest)
+        self.margins.append(trace.top2_margin)
         if token in self.request.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.request.max_new_tokens:
@@ -358,7 +357,7 @@ def _context_tokens(settings: Settings, max_positions: int) -> int:
     context = max_positions if settings.max_model_len is None else settings.max_model_len
     if context > max_positions:
         raise ConfigurationError(
-            f"max_model_len={context} is beyond the model's max_position_embeddings="
+            f"backend.max_model_len={context} is beyond the model's max_position_embeddings="
             f"{max_positions}."
         )
     return context

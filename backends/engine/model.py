@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional as F
 
 from backends.base import ConfigurationError
-from backends.engine.settings import require_name
 from backends.engine.weights import Checkpoint
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
@@ -95,14 +94,19 @@ def read_shape(folder: Path) -> ModelShape:
     except ValueError as error:
         raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
     architecture = (raw.get("architectures") or ["none"])[0]
-    require_name("architecture", architecture, SUPPORTED_ARCHITECTURES)
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ConfigurationError(
+            f"{path}: architecture {architecture} is not supported by this engine, which runs "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}; use backend=hf for this model."
+        )
 
     from transformers import AutoConfig  # noqa: PLC0415 (slow; bad settings fail before it)
 
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path}: transformers cannot read it: {error}.") from error
+    except Exception as error:  # of many kinds, by version
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"{path}: transformers cannot read it: {reason}") from error
     _refuse_what_is_not_honoured(path, config)
     frequencies, scaling = _rope(path, config)
     return ModelShape(

@@ -30,20 +30,20 @@ class OffloadSettings:
         Raises:
             ConfigurationError: a value is of the wrong type, out of range or unknown.
         """
-        require_count("kvcache_block_size", self.kvcache_block_size)
-        require_count("num_gpu_blocks", self.num_gpu_blocks)
+        require_count("backend.kvcache_block_size", self.kvcache_block_size)
+        require_count("backend.num_gpu_blocks", self.num_gpu_blocks)
         if self.num_gpu_blocks < MIN_SLOTS:
             raise ConfigurationError(
-                f"num_gpu_blocks={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot is read "
-                "while the next is loaded."
+                f"backend.num_gpu_blocks={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot is "
+                "read while the next is loaded."
             )
-        require_name("offload", self.mode, OFFLOAD_MODES)
+        require_name("backend.offload", self.mode, OFFLOAD_MODES)
         if self.resident_tokens is not None:
-            require_count("resident_tokens", self.resident_tokens)
+            require_count("backend.resident_tokens", self.resident_tokens)
             if self.mode != "auto":
                 raise ConfigurationError(
-                    f"resident_tokens={self.resident_tokens} has no effect with "
-                    f"offload={self.mode}: set offload=auto, or leave resident_tokens null."
+                    f"backend.resident_tokens={self.resident_tokens} has no effect with "
+                    f"backend.offload={self.mode}: set it to auto, or leave resident_tokens null."
                 )
 
     @property
@@ -82,13 +82,14 @@ class Settings:
         require_count("threads", self.threads)
         for key in ("max_model_len", "chunk_tokens", "attend_tokens"):
             if getattr(self, key) is not None:
-                require_count(key, getattr(self, key))
-        require_name("dtype", self.dtype, ("auto", *DTYPES))
+                require_count(f"backend.{key}", getattr(self, key))
+        require_name("backend.dtype", self.dtype, ("auto", *DTYPES))
         if not isinstance(self.poison, bool):
-            raise ConfigurationError(f"poison={self.poison!r}: allowed are true and false.")
+            raise ConfigurationError(f"backend.poison={self.poison!r}: allowed are true and false.")
         if self.fault is not None:
             raise ConfigurationError(
-                f"fault={self.fault!r}: this engine knows no seeded faults yet; leave it null."
+                f"backend.fault={self.fault!r}: this engine knows no seeded faults yet; leave "
+                "it null."
             )
 
 
@@ -107,7 +108,7 @@ def require_name(key: str, name: object, allowed: Iterable[str]) -> None:
         return
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigurationError(f"unknown {key} {name!r}.{hint} Allowed: {', '.join(names)}.")
+    raise ConfigurationError(f"{key}={name}: unknown.{hint} Allowed: {', '.join(names)}.")
 
 
 def resolve_device(name: str) -> torch.device:

@@ -158,22 +158,25 @@ class DeferredStreams:
 
     def wait(self, event: DeferredCopy) -> None:
         """Perform what the event stands for; see `CopyStreams.wait`."""
-        queue = self._queues[event.direction]
-        while not event.done:
-            copy = queue.popleft()
-            for earlier in copy.after:
-                self.wait(earlier)
-            for piece in copy.pieces:
-                piece.target.copy_(piece.source)
-            self.copied_bytes[copy.direction] += _bytes(copy.pieces)
-            copy.done = True
-            copy.after = ()
+        self._perform(event)
 
     def drain(self) -> None:
         """Perform all copies; see `CopyStreams.drain`."""
         for queue in self._queues.values():
             while queue:
-                self.wait(queue[-1])
+                self._perform(queue[-1])
+
+    def _perform(self, event: DeferredCopy) -> None:
+        queue = self._queues[event.direction]
+        while not event.done:
+            copy = queue.popleft()
+            for earlier in copy.after:
+                self._perform(earlier)
+            for piece in copy.pieces:
+                piece.target.copy_(piece.source)
+            self.copied_bytes[copy.direction] += _bytes(copy.pieces)
+            copy.done = True
+            copy.after = ()
 
 
 def make_streams(device: torch.device) -> CopyStreams:

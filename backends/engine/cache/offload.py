@@ -327,13 +327,13 @@ class OffloadStep:
 def _check_sizes(context_tokens: int, block_tokens: int, slots: int, attend_tokens: int) -> None:
     if block_tokens > context_tokens:
         raise ConfigurationError(
-            f"kvcache_block_size={block_tokens} is longer than the context, max_model_len="
-            f"{context_tokens}; at most that is allowed."
+            f"backend.kvcache_block_size={block_tokens} is longer than the context, "
+            f"backend.max_model_len={context_tokens}; at most that is allowed."
         )
     needed = blocks_in_span(attend_tokens, block_tokens, context_tokens)
     if needed > slots:
         raise ConfigurationError(
-            f"attend_tokens={attend_tokens} can touch {needed} blocks of {block_tokens} tokens "
-            f"at once, but num_gpu_blocks={slots}: set attend_tokens to at most "
+            f"backend.attend_tokens={attend_tokens} can touch {needed} blocks of {block_tokens} "
+            f"tokens at once, but backend.num_gpu_blocks={slots}: set attend_tokens to at most "
             f"{slots * block_tokens}, or num_gpu_blocks to {needed} or more."
         )

@@ -23,13 +23,14 @@ def policy_name(settings: Mapping[str, Any] | None) -> str:
         return FullPolicy.name
     if not isinstance(settings, Mapping):
         raise ConfigurationError(
-            f"policy={settings!r}: policy is a group of settings. Choose one with "
+            f"backend.policy={settings!r}: policy is a group of settings. Choose one with "
             f"backend/policy=NAME; allowed: {', '.join(POLICIES)}."
         )
-    require_name("policy", settings.get("name"), POLICIES)
+    require_name("backend.policy.name", settings.get("name"), POLICIES)
     unknown = sorted(set(settings) - {"name"})
     if unknown:
         raise ConfigurationError(
-            f"policy.{unknown[0]} is no setting of policy {settings['name']!r}, which has none."
+            f"backend.policy.{unknown[0]} is no setting of policy {settings['name']!r}, which has "
+            "none."
         )
     return str(settings["name"])

@@ -1,0 +1,87 @@
+"""Tiny models made on the spot, the packaged probe, and a short way to ask an engine."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from backends.base import Request
+
+ROOT = Path(__file__).parents[3]
+VOCABULARY = 160
+POSITIONS = 512
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def probe():
+    """The folder of the model that the project ships."""
+    return ROOT / "ruler_bench" / "assets" / "probe"
+
+
+@pytest.fixture(scope="session")
+def save_model(tmp_path_factory):
+    """Save a random Llama, with these settings of its configuration, and return its folder."""
+
+    def save(shard_size="5GB", dtype=torch.float32, **settings):
+        torch.manual_seed(7)
+        config = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": POSITIONS,
+            "initializer_range": 0.25,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        model = LlamaForCausalLM(LlamaConfig(**(config | settings))).eval().to(dtype)
+        for name, tensor in model.named_parameters():
+            if name.endswith("bias"):  # which transformers starts at zero
+                torch.nn.init.normal_(tensor, std=0.2)
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder, max_shard_size=shard_size)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def tiny(save_model):
+    """The folder of a random model of three layers, four query heads and two key heads."""
+    return save_model()
+
+
+@pytest.fixture(scope="session")
+def prompt():
+    """Make a prompt of so many random token ids."""
+
+    def make(tokens, seed=0, vocabulary=VOCABULARY):
+        draw = random.Random(f"{tokens}-{seed}")
+        return tuple(draw.randrange(vocabulary) for _ in range(tokens))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ask(prompt):
+    """Ask an engine with a prompt, or with a random one of so many tokens."""
+
+    def call(engine, tokens, new_tokens, stop=(), request_id=0):
+        ids = prompt(tokens) if isinstance(tokens, int) else tuple(tokens)
+        return engine.generate(Request(request_id, "", ids, new_tokens, tuple(stop)))
+
+    return call

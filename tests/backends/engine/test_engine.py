@@ -1,0 +1,361 @@
+import hashlib
+import json
+
+import pytest
+import torch
+import yaml
+
+from backends.base import (
+    Backend,
+    ConfigurationError,
+    NonFiniteLogits,
+    OutOfMemory,
+    PromptTooLong,
+    RequestError,
+)
+from backends.engine import Engine, gpu_only, offload
+from backends.engine import engine as engine_module
+from backends.engine.cache.offload import OffloadStep
+from backends.engine.streams import DeferredStreams
+
+SETTINGS = {
+    "max_model_len": 128,
+    "chunk_tokens": 24,
+    "attend_tokens": 8,
+    "kvcache_block_size": 16,
+    "num_gpu_blocks": 2,
+}
+
+
+@pytest.fixture
+def engine(tiny):
+    return offload(model_path=str(tiny), poison=True, **SETTINGS)
+
+
+def test_it_is_a_backend(engine):
+    assert isinstance(engine, Engine)
+    assert isinstance(engine, Backend)
+
+
+def test_an_answer_is_complete(engine, ask, monkeypatch):
+    rows = []
+    trace = engine_module.trace_logits
+    monkeypatch.setattr(
+        engine_module, "trace_logits", lambda logits: rows.append(logits) or trace(logits)
+    )
+    answer = ask(engine, 100, 5)
+    assert len(answer.token_ids) == len(answer.logits_digest) == len(answer.top2_margin) == 5
+    assert answer.prompt_tokens == 100
+    assert answer.finish_reason == "length"
+    assert answer.text is None
+    assert answer.kernel == "flash_cpu"
+    assert answer.ttft_seconds > 0
+    assert answer.decode_seconds > 0
+    digests = [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in rows]
+    assert list(answer.logits_digest) == digests
+    assert answer.peak_device_bytes == sum(engine.describe()["device_buffer_bytes"].values())
+
+
+def test_bytes_are_those_that_the_method_needs(engine, ask):
+    answer = ask(engine, 72, 5)
+    row = 2 * 2 * 16 * 4  # keys and values, heads, head_dim, float32
+    layers = 3
+    assert answer.bytes_down == 72 * layers * row
+    prefill = 24 * (layers - 1) + 48 * layers  # the second chunk's last layer reads nothing
+    assert answer.bytes_up == (prefill + 4 * 72 * layers) * row
+
+
+def test_the_lowest_of_equal_logits_is_taken(engine, ask, monkeypatch):
+    forward = engine._decoder.forward
+
+    def flat(*args, **kwargs):
+        logits = forward(*args, **kwargs)
+        return None if logits is None else torch.zeros_like(logits)
+
+    monkeypatch.setattr(engine._decoder, "forward", flat)
+    answer = ask(engine, 10, 2)
+    assert answer.token_ids == (0, 0)
+    assert answer.top2_margin == (0, 0)
+
+
+def test_an_exact_fit_is_served_and_one_more_is_refused_before_it_starts(engine, ask):
+    assert len(ask(engine, 120, 8).token_ids) == 8
+    with pytest.raises(PromptTooLong, match=r"120 prompt tokens and 9 .* 129, but .* 128"):
+        ask(engine, 120, 9)
+    assert len(ask(engine, 1, 127).token_ids) == 127
+    with pytest.raises(PromptTooLong, match="128 prompt tokens and 1 "):
+        ask(engine, 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new_tokens", "message"),
+    [
+        ((), 4, "the prompt has no tokens"),
+        ((5, 160, 2), 4, "token ids from 2 to 160, but the model's vocabulary is 0 to 159"),
+        ((5, -1, 2), 4, "token ids from -1 to 5"),
+        ((5, 2), 0, "max_new_tokens=0 is below 1"),
+    ],
+)
+def test_requests_that_make_no_sense(tokens, new_tokens, message, engine, ask):
+    with pytest.raises(RequestError, match=f"request 7: {message}"):
+        ask(engine, tokens, new_tokens, request_id=7)
+    ask(engine, 10, 2)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_out_of_memory_leaves_the_engine_usable(error, layer, engine, ask, monkeypatch):
+    wanted = ask(engine, 90, 4)
+    append = OffloadStep.append
+
+    def fail(step, at, keys, values):
+        if at == layer and step._sequence.length > 40:
+            raise error
+        return append(step, at, keys, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadStep, "append", fail)
+        for request_id in (1, 2, 3):
+            with pytest.raises(OutOfMemory, match=f"request {request_id}: out of memory") as info:
+                ask(engine, 90, 4, request_id=request_id)
+            assert info.value.__context__ is None
+            assert "\n" not in str(info.value)
+    assert ask(engine, 90, 4).logits_digest == wanted.logits_digest
+
+
+def test_other_errors_release_the_request_too(engine, ask, monkeypatch):
+    wanted = ask(engine, 90, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadStep, "finish", lambda step: (_ for _ in ()).throw(KeyboardInterrupt))
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                ask(engine, 90, 4)
+    assert ask(engine, 90, 4).logits_digest == wanted.logits_digest
+
+
+def test_nan_logits_are_an_error_of_the_request(tiny, ask):
+    engine = gpu_only(model_path=str(tiny), max_model_len=128)
+    wanted = ask(engine, 20, 3)
+    norm = engine._decoder._norm.clone()
+    engine._decoder._norm[3] = float("nan")
+    with pytest.raises(NonFiniteLogits, match=r"request 4: NaN or infinity in .* new token 0"):
+        ask(engine, 20, 3, request_id=4)
+    engine._decoder._norm.copy_(norm)
+    assert ask(engine, 20, 3).logits_digest == wanted.logits_digest
+
+
+def test_a_closed_engine_says_so(engine, ask):
+    engine.close()
+    engine.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        ask(engine, 5, 1)
+
+
+def test_threads_are_set_again_for_each_request(engine, ask):
+    torch.set_num_threads(2)
+    ask(engine, 5, 1)
+    assert torch.get_num_threads() == 1
+
+
+# What happens when one of the engine's waits is missing. Each of these is a race on a GPU.
+
+
+def no_wait_for_the_load(monkeypatch, engine):
+    wait = DeferredStreams.wait
+    monkeypatch.setattr(
+        DeferredStreams,
+        "wait",
+        lambda self, event: None if event.direction == "up" else wait(self, event),
+    )
+
+
+def no_wait_for_the_download_before_the_load(monkeypatch, engine):
+    copy = DeferredStreams.copy
+    monkeypatch.setattr(
+        DeferredStreams,
+        "copy",
+        lambda self, direction, pieces, after, wipe=None: copy(self, direction, pieces, [], wipe),
+    )
+
+
+def no_wait_for_stage_and_tail(monkeypatch, engine):
+    monkeypatch.setattr(OffloadStep, "_await", lambda step, events, index: None)
+
+
+@pytest.mark.parametrize("poison", [True, False])
+@pytest.mark.parametrize(
+    "remove",
+    [
+        no_wait_for_the_load,
+        no_wait_for_the_download_before_the_load,
+        no_wait_for_stage_and_tail,
+    ],
+)
+def test_a_missing_wait_shows_on_the_cpu(remove, poison, tiny, ask, monkeypatch):
+    engine = offload(model_path=str(tiny), poison=poison, **SETTINGS)
+    wanted = ask(engine, 70, 40)
+    with monkeypatch.context() as patch:
+        remove(patch, engine)
+        try:
+            got = ask(engine, 70, 40)
+        except NonFiniteLogits:
+            got = None
+    assert got is None or got.logits_digest != wanted.logits_digest
+    assert ask(engine, 70, 40).logits_digest == wanted.logits_digest
+
+
+def test_poison_names_request_layer_and_slot(engine, ask, monkeypatch):
+    no_wait_for_the_load(monkeypatch, engine)
+    message = r"request 5, layer 0, slot 0: NaN in the attention to tokens 0 to 7"
+    with pytest.raises(NonFiniteLogits, match=message):
+        ask(engine, 70, 4, request_id=5)
+
+
+# Settings.
+
+
+def test_describe_holds_what_is_in_force(tiny):
+    described = offload(
+        model_path=str(tiny), max_model_len=128, kvcache_block_size=16, num_gpu_blocks=3
+    ).describe()
+    assert json.loads(json.dumps(described)) == described
+    assert described == described | {
+        "model_path": str(tiny),
+        "architecture": "LlamaForCausalLM",
+        "device": "cpu",
+        "threads": 1,
+        "max_model_len": 128,
+        "dtype": "float32",
+        "attention": "flash_cpu",
+        "chunk_tokens": 1024,
+        "attend_tokens": 16,
+        "policy": {"name": "full"},
+        "poison": False,
+        "fault": None,
+        "offload": "always",
+        "num_gpu_blocks": 3,
+        "kvcache_block_size": 16,
+    }
+    row = 2 * 2 * 16 * 4
+    assert described["device_buffer_bytes"] == {
+        "ring": 3 * 16 * row,
+        "stages": 2 * 128 * row,
+        "tail": 3 * 16 * row,
+    }
+    assert described["host_buffer_bytes"] == 3 * 128 * row
+    weights = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    assert 0 < weights - described["weight_bytes"] < 10_000  # the file's header
+
+
+def test_describe_of_gpu_only_has_no_ring(tiny):
+    described = gpu_only(model_path=str(tiny)).describe()
+    assert described["max_model_len"] == 512
+    assert described["host_buffer_bytes"] == 0
+    assert described["chunk_tokens"] is None
+    assert not {"offload", "num_gpu_blocks"} & set(described)
+
+
+def test_auto_keeps_on_the_device_what_the_ring_would_hold(tiny):
+    engine = offload(model_path=str(tiny), offload="auto", **SETTINGS)
+    assert engine.describe()["resident_tokens"] == 32
+    assert (
+        offload(model_path=str(tiny), offload="auto", **SETTINGS, resident_tokens=500).describe()[
+            "resident_tokens"
+        ]
+        == 128
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_gpu_blocks": 1}, r"num_gpu_blocks=1 is below 2"),
+        ({"num_gpu_blocks": 0}, r"num_gpu_blocks=0 is below 1"),
+        ({"kvcache_block_size": 129}, r"kvcache_block_size=129 is longer .*max_model_len=128"),
+        ({"kvcache_block_size": 0}, r"kvcache_block_size=0 is below 1"),
+        ({"chunk_tokens": 0}, r"backend\.chunk_tokens=0 is below 1"),
+        ({"chunk_tokens": 1.5}, r"chunk_tokens=1\.5 is not a whole number"),
+        ({"chunk_tokens": True}, r"chunk_tokens=True is not a whole number"),
+        ({"attend_tokens": -1}, r"attend_tokens=-1 is below 1"),
+        ({"attend_tokens": "all"}, r"attend_tokens=all: allowed are .*block and null"),
+        ({"attend_tokens": 33}, r"touch 3 blocks of 16 .*num_gpu_blocks=2.* at most 32"),
+        ({"attend_tokens": None}, r"attend_tokens=128 can touch 8 blocks"),
+        ({"max_model_len": 513}, r"max_model_len=513 is beyond .*max_position_embeddings=512"),
+        ({"max_model_len": 0}, r"max_model_len=0 is below 1"),
+        ({"threads": 0}, r"threads=0 is below 1"),
+        ({"dtype": "bfloat"}, r"dtype=bfloat: unknown\. Did you mean 'bfloat16'"),
+        ({"device": "cuda"}, r"device=cuda: PyTorch .* sees no GPU"),
+        ({"device": "cuda:1"}, r"device=cuda:1: PyTorch .* sees no GPU"),
+        ({"device": "tpu"}, r"device='tpu': allowed are cpu, cuda and cuda:N"),
+        ({"device": "mps"}, r"device='mps': allowed are"),
+        ({"attention": "flash_cpi"}, r"attention=flash_cpi: unknown\. Did you mean 'flash_cpu'"),
+        ({"attention": "cudnn"}, r"attention=cudnn cannot run on cpu"),
+        ({"policy": {"name": "fill"}}, r"policy\.name=fill: unknown\. Did you mean 'full'"),
+        ({"offload": "sometimes"}, r"offload=sometimes: unknown.*always, never, auto"),
+        ({"resident_tokens": 64}, r"resident_tokens=64 has no effect with .*offload=always"),
+        ({"offload": "auto", "resident_tokens": 0}, r"resident_tokens=0 is below 1"),
+        ({"poison": "yes"}, r"poison='yes': allowed are true and false"),
+        ({"fault": "torn_slot"}, r"fault='torn_slot': this engine knows no seeded faults"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(settings, message, tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match=message) as error:
+        offload(model_path=str(tiny), **SETTINGS | settings)
+    assert "\n" not in str(error.value)
+
+
+def test_more_gpus_than_there_are(tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigurationError, match="device=cuda:2: PyTorch sees 2 GPU"):
+        gpu_only(model_path=str(tiny), device="cuda:2")
+
+
+def test_buffers_that_do_not_fit_are_an_error_of_the_settings(tiny, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes\nand more")
+
+    monkeypatch.setattr(engine_module, "ResidentCache", full)
+    with pytest.raises(ConfigurationError, match="max_model_len=512 tokens do not fit") as error:
+        gpu_only(model_path=str(tiny))
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_settings_are_refused_by_the_signature(tiny):
+    for preset in (gpu_only, offload):
+        with pytest.raises(TypeError, match="atend_tokens"):
+            preset(model_path=str(tiny), atend_tokens=8)
+    with pytest.raises(TypeError, match="num_gpu_blocks"):
+        gpu_only(model_path=str(tiny), num_gpu_blocks=8)
+
+
+def read_preset(name):
+    from pathlib import Path
+
+    folder = Path(__file__).parents[3] / "configs" / "backend"
+    preset = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    policy = preset.pop("defaults")[0]["policy"]
+    preset["policy"] = yaml.safe_load((folder / "policy" / f"{policy}.yaml").read_text())
+    return preset
+
+
+@pytest.mark.parametrize(("name", "build"), [("gpu_only", gpu_only), ("offload", offload)])
+def test_the_presets_list_every_setting(name, build, tiny, ask):
+    import inspect
+
+    preset = read_preset(name)
+    assert preset.pop("_target_") == f"backends.engine.{name}"
+    harness_only = {"model_path", "device", "threads"}
+    assert set(preset) == set(inspect.signature(build).parameters) - harness_only
+    preset["max_model_len"] = 512
+    described = build(model_path=str(tiny), **preset).describe()
+    assert described["chunk_tokens"] == 1024
+    assert described["attend_tokens"] == 512

@@ -1,0 +1,74 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backends.base import ConfigurationError
+from backends.engine import gpu_only
+from backends.engine.weights import Checkpoint
+
+
+@pytest.fixture
+def copied(tiny, tmp_path):
+    folder = tmp_path / "copied"
+    shutil.copytree(tiny, folder)
+    return folder
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_tensor_is_copied_with_device_and_dtype_of_the_target(tiny):
+    wanted = load_file(tiny / "model.safetensors")["model.norm.weight"]
+    target = torch.empty(wanted.shape, dtype=torch.bfloat16)
+    with Checkpoint(tiny) as checkpoint:
+        assert "model.norm.weight" in checkpoint
+        checkpoint.copy_into("model.norm.weight", target)
+        assert "model.norm.weight" not in checkpoint.unused()
+        assert "lm_head.weight" in checkpoint.unused()
+    assert torch.equal(target, wanted.bfloat16())
+
+
+def test_a_folder_without_weights(copied):
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"holds no weights: model\.safetensors or"):
+        gpu_only(model_path=str(copied))
+
+
+def test_a_broken_file(copied):
+    (copied / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ConfigurationError, match="is not a readable safetensors file"):
+        gpu_only(model_path=str(copied))
+
+
+def test_a_missing_shard(save_model):
+    folder = save_model(shard_size="30KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    gone = sorted(set(index["weight_map"].values()))[1]
+    (folder / gone).unlink()
+    with pytest.raises(ConfigurationError, match=f"{gone} is named in .* and is missing"):
+        gpu_only(model_path=str(folder))
+
+
+def test_a_missing_tensor(copied):
+    rewrite(copied, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigurationError, match=r"lack the tensor 'model\.layers\.1\.mlp\.up_pro"):
+        gpu_only(model_path=str(copied))
+
+
+def test_a_tensor_of_another_shape(copied):
+    rewrite(copied, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}))
+    with pytest.raises(ConfigurationError, match=r"shape \(7,\), but .* asks for \(48,\)"):
+        gpu_only(model_path=str(copied))
+
+
+def test_a_tensor_that_would_be_left_out(copied):
+    name = "model.layers.0.self_attn.q_norm.weight"
+    rewrite(copied, lambda tensors: tensors.update({name: torch.ones(16)}))
+    with pytest.raises(ConfigurationError, match=r"1 tensor.* do not belong .*q_norm"):
+        gpu_only(model_path=str(copied))
