@@ -1,142 +1,202 @@
-"""Whether a tokenizer lets a text be counted in pieces.
+"""Where a tokenizer lets a text be cut for counting.
 
-A cut before a single space, with no whitespace on its left and an ordinary character after the
-space, is harmless where the tokenizer itself always begins a new word there: then
-`count(a + b) == count(a) + count(b)`, whatever stands further away. Common byte-level BPE
-tokenizers do. This module recognises them by their parts and says no to anything it does not
-know, for which the whole text is counted.
+Common byte-level BPE tokenizers first split a text into words by a pattern, and merge bytes only
+within a word. At a place where a new word begins in any case, a text may be cut:
+`count(a + b) == count(a) + count(b)`, whatever stands further away. Words that return then need
+to be tokenised only once.
+
+This module recognises such tokenizers by their parts, and names no place for anything it does not
+know; then the whole text is counted. Three kinds of places are known, each finer than the one
+before:
+
+    before a space that stands between two other characters          is: |5437923
+    before a hyphen, and between a letter and a digit                wet|-nose, 3|f
+    around every digit, where digits are tokens of their own         5|4|3
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BackendTokenizer
 
+Cuts = re.Pattern[str]
+"""Matches, with no width, every place where a text may be cut."""
+
+_BEFORE_SPACE = r"(?<=\S)(?= [!-~])"
+_WITHIN_WORDS = r"(?<=[A-Za-z0-9])(?=-)|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z])"
+_AROUND_DIGITS = r"(?<=[!-~])(?=[0-9])|(?<=[0-9])(?=[!-~])"
+
+SPACES = re.compile(_BEFORE_SPACE)
+WORDS = re.compile(f"{_BEFORE_SPACE}|{_WITHIN_WORDS}")
+DIGITS = re.compile(f"{_BEFORE_SPACE}|{_WITHIN_WORDS}|{_AROUND_DIGITS}")
+
 LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})
-"""They change no text across a plain space that is followed by an ASCII character."""
+"""They change no text across a place whose right side is ASCII."""
 
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_OTHER = r"[^\r\n\p{L}\p{N}]?"
 
-WHITESPACE_ALTERNATIVES = frozenset({r"\s+", r"\s"})
-
-LOCAL_ALTERNATIVES = WHITESPACE_ALTERNATIVES | frozenset(
+# Alternatives of splitting patterns. No match of any of them runs from a character into a space
+# after it, from a letter or digit into a hyphen, or joins letters and digits.
+DIGIT_ALTERNATIVES = frozenset({r"\p{N}"})
+NUMBER_ALTERNATIVES = DIGIT_ALTERNATIVES | {r" ?\p{N}+", r"\p{N}{1,3}"}
+LETTER_ALTERNATIVES = frozenset(
     {
+        r" ?\p{L}+",
+        rf"{_OTHER}\p{{L}}+",
+        rf"{_OTHER}{_UPPER}*{_LOWER}+(?i:{_CONTRACTIONS})?",
+        rf"{_OTHER}{_UPPER}+{_LOWER}*(?i:{_CONTRACTIONS})?",
+        rf"{_OTHER}{_UPPER}*{_LOWER}+",
+        rf"{_OTHER}{_UPPER}+{_LOWER}*",
+    }
+)
+WHITESPACE_ALTERNATIVES = frozenset({r"\s+", r"\s"})
+LOCAL_ALTERNATIVES = (
+    NUMBER_ALTERNATIVES
+    | LETTER_ALTERNATIVES
+    | WHITESPACE_ALTERNATIVES
+    | {
         *_CONTRACTIONS.split("|"),
         f"(?i:{_CONTRACTIONS})",
         "'(?i:[sdmt]|ll|ve|re)",
-        r" ?\p{L}+",
-        r" ?\p{N}+",
-        r"\p{N}",
-        r"\p{N}{1,3}",
-        r"[0-9]",
-        r"\d",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
         r" ?[^\s\p{L}\p{N}]+",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:{_CONTRACTIONS})?",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:{_CONTRACTIONS})?",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
         r"\s*[\r\n]+",
         r"\s*[\r\n]",
         r"\s+(?!\S)",
         r"\s+$",
     }
 )
-"""Alternatives of splitting patterns whose match never runs from a non-space into a space."""
+
+GPT2_PATTERN = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+"""What the tokenizers library's ByteLevel splits by."""
 
 
-def is_cut(left: str, right: str) -> bool:
-    """Tell whether the place between two non-empty texts is one where splitting is harmless."""
-    return (
-        right[0] == " "
-        and len(right) > 1
-        and right[1].isascii()
-        and right[1].isprintable()
-        and right[1] != " "
-        and not left[-1].isspace()
+def is_cut(cuts: Cuts, left: str, right: str) -> bool:
+    """Tell whether the place between two non-empty texts is one of `cuts`."""
+    return cuts.match(left[-1] + right[:2], 1) is not None
+
+
+def pattern_cuts(pattern: str, special_tokens: Iterable[str]) -> Cuts | None:
+    """Return where a tokenizer that splits by one pattern lets a text be cut (tiktoken)."""
+    return _finest([{"type": "Pattern", "pattern": pattern}], special_tokens)
+
+
+def backend_cuts(backend: BackendTokenizer) -> Cuts | None:
+    """Return where a tokenizer of the tokenizers library lets a text be cut."""
+    added = list(backend.get_added_tokens_decoder().values())
+    if any(token.lstrip or token.rstrip or token.single_word for token in added):
+        return None  # they look at their surroundings, or take in a space
+    if any(part["type"] not in LOCAL_NORMALIZERS for part in _steps(backend.normalizer)):
+        return None
+    return _finest(_steps(backend.pre_tokenizer), [token.content for token in added])
+
+
+def _finest(steps: list[dict[str, Any]], special_tokens: Iterable[str]) -> Cuts | None:
+    """Return the finest places that every step allows and that lie within no special token."""
+    tokens = list(special_tokens)
+    if not all(_is_local(step) for step in steps):
+        return None
+    inserts_nothing = all(
+        step["type"] in {"Digits", "Split", "Pattern"}
+        or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+        for step in steps
     )
+    splits_words = any(_splits_words(step) for step in steps) and inserts_nothing
+    splits_digits = any(_splits_digits(step) for step in steps) and inserts_nothing
+    allowed = [
+        (DIGITS, splits_words and splits_digits),
+        (WORDS, splits_words),
+        (SPACES, any(_splits_at_spaces(step) for step in steps)),
+    ]
+    for cuts, is_allowed in allowed:
+        if is_allowed and not any(_lies_within(cuts, token) for token in tokens):
+            return cuts
+    return None
 
 
-def pattern_splits_at_spaces(pattern: str) -> bool:
-    """Tell whether every match of a splitting pattern ends at such a cut at the latest, and
-    every space is matched.
-    """
-    alternatives = _alternatives(pattern)
-    return alternatives <= LOCAL_ALTERNATIVES and bool(alternatives & WHITESPACE_ALTERNATIVES)
+def _lies_within(cuts: Cuts, token: str) -> bool:
+    return any(0 < place.start() < len(token) for place in cuts.finditer(f"{token}a"))
 
 
-def backend_splits_at_spaces(backend: BackendTokenizer) -> bool:
-    """Tell whether a tokenizer of the tokenizers library lets a text be counted in pieces."""
-    normalizers = _parts(backend.normalizer, "normalizers")
-    splitters = _parts(backend.pre_tokenizer, "pretokenizers")
-    return (
-        all(part["type"] in LOCAL_NORMALIZERS for part in normalizers)
-        and all(_is_local(part) for part in splitters)
-        and any(_splits(part) for part in splitters)
-        and all(_added_token_is_local(t) for t in backend.get_added_tokens_decoder().values())
-    )
-
-
-def _parts(component: Any, key: str) -> list[dict[str, Any]]:
-    """Return a component as the plain steps it consists of, sequences unfolded."""
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """Return a normalizer or pre-tokenizer as the plain steps it consists of."""
     if component is None:
         return []
-    return _unfold(json.loads(component.__getstate__()), key)
+    return _unfold(json.loads(component.__getstate__()))
 
 
-def _unfold(state: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def _unfold(state: dict[str, Any]) -> list[dict[str, Any]]:
     if state["type"] != "Sequence":
         return [state]
-    return [part for inner in state[key] for part in _unfold(inner, key)]
+    inner = state.get("normalizers") or state.get("pretokenizers") or []
+    return [step for one in inner for step in _unfold(one)]
 
 
-def _is_local(part: dict[str, Any]) -> bool:
+def _is_local(step: dict[str, Any]) -> bool:
     """Tell whether a step treats both sides of a cut alike, joined or apart."""
-    match part["type"]:
+    match step["type"]:
         case "ByteLevel" | "Digits" | "WhitespaceSplit":
             return True
         case "Metaspace":
-            return bool(part.get("split", True))
+            return bool(step.get("split", True))
         case "Split":
+            known = (step["behavior"], step["invert"]) in {("Isolated", False), ("Removed", True)}
             return (
-                (part["behavior"], part["invert"]) in {("Isolated", False), ("Removed", True)}
-                and "Regex" in part["pattern"]
-                and _alternatives(part["pattern"]["Regex"]) <= LOCAL_ALTERNATIVES
+                known and "Regex" in step["pattern"] and _alternatives(step) <= LOCAL_ALTERNATIVES
             )
+        case "Pattern":
+            return _alternatives(step) <= LOCAL_ALTERNATIVES
     return False
 
 
-def _splits(part: dict[str, Any]) -> bool:
-    """Tell whether a local step itself begins a new piece at every cut."""
-    match part["type"]:
-        case "ByteLevel":
-            return bool(part.get("use_regex", True))
-        case "Metaspace" | "WhitespaceSplit":
-            return True
-        case "Split":
-            return pattern_splits_at_spaces(part["pattern"]["Regex"])
-    return False
+def _splits_at_spaces(step: dict[str, Any]) -> bool:
+    """Tell whether a local step begins a new piece before every space."""
+    if step["type"] in {"Metaspace", "WhitespaceSplit"}:
+        return True
+    return bool(_alternatives(step) & WHITESPACE_ALTERNATIVES)
 
 
-def _added_token_is_local(token: Any) -> bool:
-    """Tell whether an added token can neither span a cut nor take in the space after it."""
-    return not (
-        token.lstrip or token.rstrip or token.single_word or re.search(r"\S\s", token.content)
+def _splits_words(step: dict[str, Any]) -> bool:
+    """Tell whether a local step also begins one between a letter, a digit and a hyphen."""
+    found = _alternatives(step)
+    return bool(
+        found & WHITESPACE_ALTERNATIVES
+        and found & LETTER_ALTERNATIVES
+        and found & NUMBER_ALTERNATIVES
     )
 
 
-def _alternatives(pattern: str) -> set[str]:
-    """Return the top-level alternatives of a pattern, possessive quantifiers made plain."""
+def _splits_digits(step: dict[str, Any]) -> bool:
+    """Tell whether a local step makes every digit a piece of its own."""
+    if step["type"] == "Digits":
+        return bool(step["individual_digits"])
+    return _alternatives(step) & NUMBER_ALTERNATIVES == DIGIT_ALTERNATIVES
+
+
+def _alternatives(step: dict[str, Any]) -> set[str]:
+    """Return the top-level alternatives of the pattern a step splits by, possessive quantifiers
+    made plain.
+    """
+    match step:
+        case {"type": "ByteLevel", "use_regex": True}:
+            pattern = GPT2_PATTERN
+        case {"type": "Split", "pattern": {"Regex": pattern}}:
+            pass
+        case {"type": "Pattern", "pattern": pattern}:
+            pass
+        case _:
+            return set()
     plain = re.sub(r"(?<!\\)([+*?]|\{\d+(?:,\d*)?\})\+", r"\1", pattern)
-    found, start, depth, in_class, position = [], 0, 0, False, 0
+    found, start, depth, in_class, position = set(), 0, 0, False, 0
     while position < len(plain):
         char = plain[position]
         if char == "\\":
@@ -148,7 +208,7 @@ def _alternatives(pattern: str) -> set[str]:
         elif char in "()":
             depth += 1 if char == "(" else -1
         elif char == "|" and depth == 0:
-            found.append(plain[start:position])
+            found.add(plain[start:position])
             start = position + 1
         position += 1
     return {*found, plain[start:]}

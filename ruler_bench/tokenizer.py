@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ruler_bench.errors import UsageError
-from ruler_bench.splitting import backend_splits_at_spaces, pattern_splits_at_spaces
+from ruler_bench.splitting import Cuts, backend_cuts, pattern_cuts
 
 if TYPE_CHECKING:
     import tiktoken
@@ -63,14 +63,14 @@ class Tokenizer(Protocol):
         name: as the user gave it.
         fingerprint: hash of everything that decides the tokens; no path enters it.
         adds_bos: whether `encode_prompt` prepends BOS to ordinary text.
-        splits_at_spaces: whether a text may be counted in pieces, each cut before a space (see
-            `ruler_bench.splitting`).
+        cuts: the places where a text may be cut and counted in pieces (see
+            `ruler_bench.splitting`); None where only the whole text can be counted.
     """
 
     name: str
     fingerprint: str
     adds_bos: bool
-    splits_at_spaces: bool
+    cuts: Cuts | None
 
     def count(self, text: str) -> int:
         """Return the number of tokens as RULER counts them: without BOS and EOS."""
@@ -155,7 +155,7 @@ class FolderTokenizer:
         self.fingerprint = _hash_files([folder / file for file in FINGERPRINTED_FILES])
         self._prefix = self._bos_prefix()
         self.adds_bos = bool(self._prefix)
-        self.splits_at_spaces = backend_splits_at_spaces(self._backend)
+        self.cuts = backend_cuts(self._backend)
 
     def count(self, text: str) -> int:
         """See `Tokenizer.count`."""
@@ -265,7 +265,7 @@ class TransformersTokenizer:
         )
         self.adds_bos = bool(self._prefix)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        self.splits_at_spaces = backend is not None and backend_splits_at_spaces(backend)
+        self.cuts = None if backend is None else backend_cuts(backend)
         self.fingerprint = self._hash_content(backend)
 
     def count(self, text: str) -> int:
@@ -337,7 +337,7 @@ class TiktokenTokenizer:
         self._encoding = _load_encoding(name)
         self.adds_bos = False
         pattern: str = self._encoding._pat_str
-        self.splits_at_spaces = pattern_splits_at_spaces(pattern)
+        self.cuts = pattern_cuts(pattern, self._encoding.special_tokens_set)
         digest = hashlib.sha256(pattern.encode())
         for token, rank in self._encoding._mergeable_ranks.items():
             digest.update(b"%d:%d:%b;" % (rank, len(token), token))

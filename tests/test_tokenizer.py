@@ -20,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from ruler_bench.errors import UsageError
+from ruler_bench.splitting import DIGITS, WORDS
 from ruler_bench.tokenizer import (
     FolderTokenizer,
     TiktokenTokenizer,
@@ -314,7 +315,7 @@ def test_transformers_route_agrees_with_the_folders(folder: Path) -> None:
     assert ours.chat_prompt("hi") == theirs.chat_prompt("hi")
     assert ours.adds_bos
     assert theirs.adds_bos
-    assert theirs.splits_at_spaces
+    assert ours.cuts is theirs.cuts is DIGITS
     assert theirs.fingerprint == TransformersTokenizer("y", folder).fingerprint
 
 
@@ -358,7 +359,7 @@ def test_tiktoken_counts_without_special_tokens(encoding: tiktoken.Encoding) -> 
     assert ours.encode_prompt("the") == [257]
     assert ours.decode([257, 258, 300]) == "the the"
     assert not ours.adds_bos
-    assert ours.splits_at_spaces
+    assert ours.cuts is WORDS
 
 
 def test_tiktoken_refuses_its_special_tokens(encoding: tiktoken.Encoding) -> None:

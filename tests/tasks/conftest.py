@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ruler_bench.splitting import SPACES
 from ruler_bench.tasks import DataSpec, TaskSpec
 from ruler_bench.tokenizer import FolderTokenizer, Tokenizer
 
@@ -23,8 +24,8 @@ class WordTokenizer:
     fingerprint = "words-1"
     adds_bos = False
 
-    def __init__(self, splits_at_spaces: bool = True) -> None:
-        self.splits_at_spaces = splits_at_spaces
+    def __init__(self, cuts: re.Pattern[str] | None = SPACES) -> None:
+        self.cuts = cuts
         self.texts_counted = 0
 
     def count(self, text: str) -> int:

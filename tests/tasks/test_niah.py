@@ -133,7 +133,7 @@ def test_seed_length_and_template_matter(spec: MakeSpec) -> None:
 def test_counting_in_pieces_or_whole_gives_the_same_samples(
     spec: MakeSpec, make_word_tokenizer: Callable[..., object]
 ) -> None:
-    whole = make_word_tokenizer(splits_at_spaces=False)
+    whole = make_word_tokenizer(cuts=None)
     for name in ("niah_single_1", "niah_multikey_1", "niah_multikey_3"):
         assert generate(spec(name), 4) == generate(spec(name, tokenizer=whole), 4)
 
