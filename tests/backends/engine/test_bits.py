@@ -61,6 +61,14 @@ def assert_same(got, wanted):
     assert got.finish_reason == wanted.finish_reason
 
 
+def test_other_cuts_round_otherwise(tiny, reference, ask):
+    """Equal digests mean something: the settings that promise nothing do change bits."""
+    for cuts in ({"attend_tokens": ATTEND + 1}, {"chunk_tokens": CHUNK + 1}):
+        settings = {"chunk_tokens": CHUNK, "attend_tokens": ATTEND} | cuts
+        other = ask(gpu_only(model_path=str(tiny), max_model_len=CONTEXT, **settings), 90, NEW)
+        assert other.logits_digest[0] != reference(90).logits_digest[0]
+
+
 @pytest.mark.parametrize(("slots", "block"), RINGS)
 def test_offload_has_the_bits_of_gpu_only(slots, block, tiny, reference, ask):
     engine = build(tiny, slots, block)

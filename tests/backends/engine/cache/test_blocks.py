@@ -1,4 +1,5 @@
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -40,6 +41,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
+TestPool.settings = settings(deadline=None, max_examples=50)
 
 
 def test_a_block_is_given_back_once():

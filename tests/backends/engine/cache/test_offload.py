@@ -75,6 +75,7 @@ def test_every_span_holds_its_own_rows(data):
             assert buffer.isnan().all()
 
 
+@settings(deadline=None)
 @given(
     attend=st.integers(1, 40),
     block=st.integers(1, 40),

@@ -1,7 +1,7 @@
 from collections import deque
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.engine.cache.ring import SlotRing
@@ -54,6 +54,7 @@ class Device:
         assert not any(self.queues.values()), "deadlock"
 
 
+@settings(deadline=None)
 @given(slots=st.integers(1, 5), data=st.data())
 def test_no_schedule_loads_too_early_or_reads_too_early(slots, data):
     ring, device = SlotRing(slots), Device(slots)

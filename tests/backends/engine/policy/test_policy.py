@@ -1,11 +1,12 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import ConfigurationError
 from backends.engine.policy import POLICIES, FullPolicy, policy_name
 
 
+@settings(deadline=None)
 @given(keys=st.integers(0, 500), attend=st.none() | st.integers(1, 600))
 def test_full_reads_every_key_once_cut_at_multiples(keys, attend):
     spans = FullPolicy().spans(keys, attend)
