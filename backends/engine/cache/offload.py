@@ -77,7 +77,8 @@ class OffloadCache:
         self.poisoned = poisoned
         self.ring = SlotRing(slots)
         self.pool = BlockPool(ceil(context_tokens / block_tokens))
-        # First axis of each: keys, values. A tensor a layer, because pinning rounds sizes up.
+        # First axis of each: keys, values. One tensor a layer, because PyTorch rounds the size of
+        # pinned memory up to a power of two: the larger the tensor, the more it wastes.
         self.blocks = [
             layout.empty(2, self.pool.free_blocks, block_tokens, pinned_host=True)
             for _ in range(layout.layers)
