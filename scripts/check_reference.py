@@ -196,33 +196,37 @@ def reference_environment(folder: Path) -> dict[str, str]:
     if missing:
         packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
         raise UsageError(f"the reference needs modules that are missing: pip install {packages}")
-    tokenizers = folder / "nltk_data" / "tokenizers"
-    (tokenizers / "punkt").mkdir(parents=True)  # else prepare.py tries to download it
-    (tokenizers / "punkt_tab").symlink_to(find_punkt_tab())
+    nltk_data = folder / "nltk_data"
+    (nltk_data / "tokenizers" / "punkt").mkdir(parents=True)  # else prepare.py downloads it
     python = folder / "bin" / "python"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH", "")])
-    environment["NLTK_DATA"] = str(tokenizers.parent)
+    environment["NLTK_DATA"] = os.pathsep.join([str(nltk_data), str(find_nltk_data())])
     shipped = _shipped("tiktoken_cache")
     if "TIKTOKEN_CACHE_DIR" not in environment and shipped is not None:
         environment["TIKTOKEN_CACHE_DIR"] = str(shipped)
     return environment
 
 
-def find_punkt_tab() -> Path:
-    """Return the folder of NLTK's punkt_tab: the user's, else the one in llama-index-core.
+def find_nltk_data() -> Path:
+    """Return NLTK's data folder with punkt_tab: the user's, else the one in llama-index-core.
 
     Raises:
         UsageError: there is none.
     """
-    import nltk  # type: ignore[import-untyped]  # noqa: PLC0415
-
-    for folder in [*nltk.data.path, _shipped("nltk_cache")]:
+    # In a process of its own: what this one holds in memory would count as its children's peak.
+    done = subprocess.run(
+        [sys.executable, "-c", "import json, nltk; print(json.dumps(nltk.data.path))"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise UsageError(f"NLTK cannot be imported: {_last_error(done.stderr.splitlines())}")
+    for folder in [*json.loads(done.stdout), _shipped("nltk_cache")]:
         if folder is not None and (Path(folder) / "tokenizers" / "punkt_tab" / "english").is_dir():
-            return Path(folder).resolve() / "tokenizers" / "punkt_tab"
+            return Path(folder).resolve()
     raise UsageError(
         "NLTK's punkt_tab is missing: python -m nltk.downloader punkt_tab, or without a network"
         " pip install --no-deps llama-index-core, which ships it."

@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from ruler_bench.errors import UsageError
 
 ROOT = Path(__file__).parent.parent.parent
 SMOLLM2 = ROOT / "tests" / "data" / "tokenizers" / "smollm2"
@@ -44,18 +47,23 @@ with out.open("w") as lines:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The script as a module, with NLTK and its data made up."""
+def bare_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
     found = importlib.util.spec_from_file_location(
         "check_reference", ROOT / "scripts" / "check_reference.py"
     )
     module = importlib.util.module_from_spec(found)
     monkeypatch.setitem(sys.modules, "check_reference", module)
     found.loader.exec_module(module)
-    data = tmp_path / "punkt_tab"
-    data.mkdir()
+    return module
+
+
+@pytest.fixture
+def script(bare_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The same, with NLTK and its data taken as there."""
+    module = bare_script
     monkeypatch.setattr(module, "REFERENCE_MODULES", ("yaml",))
-    monkeypatch.setattr(module, "find_punkt_tab", lambda: data)
+    monkeypatch.setattr(module, "find_nltk_data", lambda: tmp_path / "nltk_data")
     return module
 
 
@@ -169,6 +177,29 @@ def test_missing_modules_are_named(
     monkeypatch.setattr(script, "REFERENCE_MODULES", ("json", "no_such_module"))
     assert script.main(arguments(make_clone(tmp_path))) == 2
     assert "pip install no_such_module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("in_home", [True, False])
+def test_nltk_data_are_the_users_else_those_of_llama_index(
+    bare_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_home: bool
+) -> None:
+    home, shipped = tmp_path / "home", tmp_path / "shipped"
+    for folder in [home, shipped] if in_home else [shipped]:
+        (folder / "tokenizers" / "punkt_tab" / "english").mkdir(parents=True)
+    listed = subprocess.CompletedProcess([], 0, stdout=json.dumps([str(home)]), stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: listed)
+    monkeypatch.setattr(bare_script, "_shipped", lambda name: shipped)
+    assert bare_script.find_nltk_data() == (home if in_home else shipped).resolve()
+
+
+def test_missing_nltk_data_name_the_command(
+    bare_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = subprocess.CompletedProcess([], 0, stdout="[]", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: listed)
+    monkeypatch.setattr(bare_script, "_shipped", lambda name: None)
+    with pytest.raises(UsageError, match=r"nltk\.downloader punkt_tab"):
+        bare_script.find_nltk_data()
 
 
 def test_content_hash_is_that_of_the_golden_rows(script: ModuleType, tmp_path: Path) -> None:
