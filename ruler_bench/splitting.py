@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 Cuts = re.Pattern[str]
 """Matches, with no width, every place where a text may be cut."""
 
-_BEFORE_SPACE = r"(?<=\S)(?= [!-~])"
-_WITHIN_WORDS = r"(?<=[A-Za-z0-9])(?=-)|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z])"
-_AROUND_DIGITS = r"(?<=[!-~])(?=[0-9])|(?<=[0-9])(?=[!-~])"
+# The right side is looked at first, which is faster: most places fail there.
+_BEFORE_SPACE = r"(?= [!-~])(?<=\S)"
+_BEFORE_HYPHEN = r"(?=-)(?<=[A-Za-z0-9])"
+_LETTER_AND_DIGIT = r"(?=[0-9])(?<=[A-Za-z])|(?=[A-Za-z])(?<=[0-9])"
+_AROUND_DIGIT = r"(?=[0-9])(?<=[!-~])|(?<=[0-9])(?=[!-~])"
 
 SPACES = re.compile(_BEFORE_SPACE)
-WORDS = re.compile(f"{_BEFORE_SPACE}|{_WITHIN_WORDS}")
-DIGITS = re.compile(f"{_BEFORE_SPACE}|{_WITHIN_WORDS}|{_AROUND_DIGITS}")
+WORDS = re.compile(f"{_LETTER_AND_DIGIT}|{_BEFORE_HYPHEN}|{_BEFORE_SPACE}")
+DIGITS = re.compile(f"{_AROUND_DIGIT}|{_BEFORE_HYPHEN}|{_BEFORE_SPACE}")
 
 LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})
 """They change no text across a place whose right side is ASCII."""
