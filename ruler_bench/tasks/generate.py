@@ -52,33 +52,32 @@ def _reporting(
 def _least_length(spec: DataSpec, num_samples: int, totals: Sequence[int]) -> int:
     """Return a length that has room for every sample while one token less has not.
 
-    Another length draws other samples, so nothing short of generating them tells.
+    Another length draws other samples, so nothing short of generating them tells. A length that is
+    too small shows early, one with room only at the last sample; so the search comes from below.
 
     Args:
         spec: whose length is too small.
         num_samples: samples that must fit.
-        totals: tokens that the draws of the sample which did not fit took, ascending. A length
-            at which one draw in ten fits is about enough, and is tried first.
+        totals: tokens that the draws of the sample which did not fit took, ascending.
     """
-    too_small, step = spec.length, 1
-    length = max(too_small + 1, totals[len(totals) // 10])
-    while not _fits(spec, length, num_samples):
-        too_small, length, step = length, length + step, step * 2
-    least, step = length, 1
-    while least - too_small > 1:
-        length = max(least - step, (too_small + least) // 2)
-        if _fits(spec, length, num_samples):
-            least, step = length, step * 2
-        else:
+    too_small = spec.length
+    failed: Sequence[int] | None = totals
+    while failed is not None:
+        length = max(too_small + 1, failed[0])
+        failed = _failed(spec, length, num_samples)
+        if failed is not None:
             too_small = length
-    return least
+    while length - 1 > too_small and _failed(spec, length - 1, num_samples) is None:
+        length -= 1
+    return length
 
 
-def _fits(spec: DataSpec, length: int, num_samples: int) -> bool:
+def _failed(spec: DataSpec, length: int, num_samples: int) -> Sequence[int] | None:
+    """Return the tokens that the sample which does not fit took, ascending; None if all fit."""
     samples = iterate(dataclasses.replace(spec, length=length))
     try:
         for _ in islice(samples, num_samples):
             pass
-    except DoesNotFitError:
-        return False
-    return True
+    except DoesNotFitError as error:
+        return error.totals
+    return None
