@@ -88,7 +88,7 @@ class Journal:
                 {"backend_in_force": in_force},
             )
         self.manifest["backend_in_force"] = in_force
-        life = 1 + sum(one["arm"] == arm for one in self.manifest["lives"])
+        life: int = 1 + sum(one["arm"] == arm for one in self.manifest["lives"])
         self.manifest["lives"].append(
             {
                 "arm": arm,

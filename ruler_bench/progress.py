@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from tqdm import tqdm
 
@@ -25,11 +25,11 @@ class Progress:
         self._count = len(done)
         self._correct = sum(bool(record.correct) for record in done)
         self._errors = sum(record.error is not None for record in done)
-        self._terminal = sys.stderr.isatty()
-        self._bar: tqdm[None] | None = None
-        if self._terminal:
-            self._bar = tqdm(total=total, initial=self._count, desc=title, unit="sample")
-            self._bar.set_postfix_str(self._accuracy())
+        self._bar: tqdm[NoReturn] | None = None
+        if sys.stderr.isatty():
+            bar = tqdm(total=total, initial=self._count, desc=title, unit="sample")
+            bar.set_postfix_str(self._accuracy())
+            self._bar = bar
 
     def add(self, record: Record) -> None:
         """Count one finished sample and show it."""
