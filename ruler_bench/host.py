@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hydra.utils import get_object
+from omegaconf import MISSING
 
 from backends.base import HARNESS_ARGUMENTS, Backend
 from ruler_bench.errors import UsageError, unknown_name
@@ -25,10 +26,10 @@ def backend_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
         UsageError: there is no `_target_`, or it cannot be imported.
     """
     target = settings.get(TARGET)
-    if not isinstance(target, str):
+    if not isinstance(target, str) or target == MISSING:
         raise UsageError(
             "backend._target_ is missing: name the class, "
-            "for instance backend._target_=my_package.MyEngine"
+            "for instance backend=custom backend._target_=my_package.MyEngine"
         )
     try:
         found: Callable[..., Backend] = get_object(target)
@@ -48,7 +49,13 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
         UsageError: names the setting, the nearest one and all of them.
     """
     factory = backend_factory(settings)
-    parameters = inspect.signature(factory).parameters.values()
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"backend._target_={settings[TARGET]}: is no class or function whose parameters can "
+            "be read; name a backend class as backends/base.py describes it."
+        ) from error
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         raise UsageError(
             f"backend._target_={settings[TARGET]}: takes **keywords, so that a typing error "
@@ -57,12 +64,19 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     names = {one.name for one in parameters}
     for key in settings:
         if key != TARGET and key not in names:
-            raise unknown_name("key", f"backend.{key}", [f"backend.{name}" for name in names])
+            raise _unknown_setting(key, names, settings[TARGET])
     required = [one.name for one in parameters if one.default is inspect.Parameter.empty]
     for name in required:
         if name not in settings and name not in HARNESS_ARGUMENTS:
             raise UsageError(f"backend.{name} is missing: {settings[TARGET]} needs it.")
     return factory
+
+
+def _unknown_setting(key: str, names: set[str], target: str) -> UsageError:
+    error = unknown_name("key", f"backend.{key}", [f"backend.{name}" for name in names])
+    if target.startswith("backends."):
+        return error
+    return UsageError(f"{error} For a class of your own start from backend=custom.")
 
 
 def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:

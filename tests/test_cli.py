@@ -48,6 +48,9 @@ BAD_LINES = {
     "tokenizer=/no/such/folder": "/no/such/folder",
     "backend.script=/no/such/file": "/no/such/file",
     "a=b=c=[": "cannot be read",
+    "backend=custom": "backend._target_ is missing",
+    "backend._target_=collections.OrderedDict": "is no class or function whose parameters",
+    "backend._target_=sys.maxsize": "is no class or function whose parameters",
 }
 
 
@@ -153,3 +156,41 @@ def test_prepare_without_out_says_so(cli):
     finished = cli("task=niah_single_1", entry=prepare)
     assert finished.status == 2
     assert "out is missing" in finished.err
+
+
+ENGINE = """
+from backends.base import Generation
+
+class Parrot:
+    def __init__(self, *, phrase: str = "42", length_tokens: int = 1) -> None:
+        self.phrase = phrase
+
+    def generate(self, request):
+        return Generation(text=self.phrase, finish_reason="stop")
+
+    def describe(self):
+        return {"phrase": self.phrase}
+
+    def close(self):
+        pass
+"""
+
+
+def test_an_engine_of_your_own_is_a_class_by_name(cli, workdir, monkeypatch):
+    (workdir / "parrots.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(workdir)
+    mine = ("backend=custom", "backend._target_=parrots.Parrot", *ORACLE[1:], "out=here")
+    finished = cli(*mine, "+backend.phrase=hello")
+    assert finished.status == 0, finished.err
+    row = json.loads((workdir / "here" / "records.jsonl").read_text().splitlines()[0])
+    assert row["output"] == "hello"
+    assert row["correct"] is False
+    held = json.loads((workdir / "here" / "manifest.json").read_text())
+    assert held["backend_in_force"] == {"phrase": "hello"}
+
+    typo = cli(*mine, "+backend.frase=hello")
+    assert typo.status == 2
+    assert "Did you mean 'backend.phrase'?" in typo.err
+    unfit = cli("backend._target_=parrots.Parrot", *ORACLE[1:])
+    assert unfit.status == 2
+    assert "start from backend=custom" in unfit.err

@@ -16,7 +16,9 @@ from ruler_bench.model_files import model_folder, stop_token_ids
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tokenizer import load_tokenizer
 
-NAMES = sorted(one.stem for one in (config_dir() / "backend").glob("*.yaml"))
+NAMES = sorted(
+    one.stem for one in (config_dir() / "backend").glob("*.yaml") if one.stem != "custom"
+)
 LENGTH = 1024
 MODELS = [name for name in NAMES if name != "oracle"]
 
