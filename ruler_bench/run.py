@@ -23,9 +23,8 @@ from ruler_bench.records import Record, RecordingError
 from ruler_bench.report import Run, write_predictions, write_reports
 from ruler_bench.score import score
 from ruler_bench.streams import Step, Stream, streams
-from ruler_bench.tasks import DataSpec, load_samples
-from ruler_bench.tasks.sample import Sample
-from ruler_bench.tokenizer import Tokenizer, load_tokenizer
+from ruler_bench.tasks import DataSpec, Question, Sample, load_questions
+from ruler_bench.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 OK, SAMPLE_ERRORS, INTERRUPTED = 0, 1, 130
 
@@ -36,19 +35,6 @@ class Outcome:
 
     status: int
     run: Run
-
-
-@dataclass(frozen=True)
-class Question:
-    """A sample as the engine gets it."""
-
-    sample: Sample
-    prompt_token_ids: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of prompt and generation together."""
-        return len(self.prompt_token_ids) + self.sample.tokens_to_generate
 
 
 @dataclass(frozen=True)
@@ -84,36 +70,45 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
     model = model_files.model_folder(cell.model_path)
     check_positions(cell, model)
     checked_factory(cell.backend_settings)
-    tokenizer = load_tokenizer(str(model) if cell.tokenizer == cell.model_path else cell.tokenizer)
+    counter, encoder = load_tokenizers(cell, model)
     data = DataSpec(
         task=cell.task,
         length=cell.length,
         seed=cell.seed,
         template=cell.template,
-        tokenizer=tokenizer,
+        tokenizer=counter,
     )
     with manifest.locked_folder(cell.folder, overwrite) as folder:
         journal = Journal(folder, cell, data, model)
-        samples = load_samples(data, max(cell.ordinals) + 1, cache_dir())
+        questions = load_questions(data, encoder, max(cell.ordinals) + 1, cache_dir())
         bench = Bench(
             cell=cell,
             model=model,
-            tokenizer=tokenizer,
-            questions={one: as_question(samples[one], tokenizer) for one in cell.ordinals},
+            tokenizer=encoder,
+            questions={one: questions[one] for one in cell.ordinals},
             stop_token_ids=model_files.stop_token_ids(model),
             journal=journal,
         )
+        check_tokens(bench)
         status = run_streams(bench)
         run = journal.close(cell.ordinals)
-        write_outputs(folder, run, samples)
+        write_outputs(folder, run, [question.sample for question in questions])
     if status == OK and any(record.error for record in run.records):
         status = SAMPLE_ERRORS
     return Outcome(status, run)
 
 
-def as_question(sample: Sample, tokenizer: Tokenizer) -> Question:
-    """Tokenise a sample for the engine, BOS included once."""
-    return Question(sample, tuple(tokenizer.encode_prompt(sample.prompt)))
+def load_tokenizers(cell: Cell, model: Path) -> tuple[Tokenizer, Tokenizer]:
+    """Return the tokenizer that measures the samples, and the model's, which the engine gets.
+
+    `tokenizer=` names the first: with a common one, different models get the same questions. It
+    serves as the model's too where that folder has none.
+    """
+    if cell.tokenizer == cell.model_path:
+        own = load_tokenizer(str(model))
+        return own, own
+    counter = load_tokenizer(cell.tokenizer)
+    return counter, load_tokenizer(str(model)) if has_tokenizer(model) else counter
 
 
 def run_streams(bench: Bench) -> int:
@@ -144,6 +139,18 @@ def check_positions(cell: Cell, model: Path) -> None:
             f"warning: length={cell.length}: the model {cell.model} is known to be good up to "
             f"{good} tokens; misses beyond may be its own.",
             file=sys.stderr,
+        )
+
+
+def check_tokens(bench: Bench) -> None:
+    """Refuse prompts that the model's own tokenizer makes longer than its positions."""
+    positions = model_files.max_positions(bench.model)
+    needed = bench.harness_arguments()["max_model_len"]
+    if positions is not None and needed > positions:
+        raise UsageError(
+            f"length={bench.cell.length}: a prompt with its generation takes {needed} tokens of "
+            f"the model {bench.cell.model}, which has {positions} positions "
+            "(max_position_embeddings); use a smaller length."
         )
 
 

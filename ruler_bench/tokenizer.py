@@ -126,6 +126,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     return TransformersTokenizer(name, None)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder holds a tokenizer."""
+    return any((folder / file).is_file() for file in ("tokenizer.json", *OTHER_TOKENIZER_FILES))
+
+
 class FolderTokenizer:
     """A local folder with tokenizer.json; needs neither torch nor transformers.
 

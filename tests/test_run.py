@@ -244,3 +244,19 @@ def test_a_full_disk_keeps_what_was_recorded_and_says_so(workdir):
     found = rows(workdir / FOLDER)
     assert 1 < len(found) < 50
     assert str(len(found)) in out
+
+
+def test_another_tokenizer_measures_the_samples_and_the_model_keeps_its_own(cli, workdir):
+    from pathlib import Path
+
+    from ruler_bench.tokenizer import load_tokenizer
+
+    smollm2 = str(Path(__file__).parent / "data" / "tokenizers" / "smollm2")
+    finished = cli(*ORACLE, "num_samples=2", f"tokenizer={smollm2}", "out=here")
+    assert finished.status == 0, finished.err
+    prepared = (workdir / "here" / "predictions" / "niah_single_1.jsonl").read_text().splitlines()
+    probe = load_tokenizer(str(Path(__file__).parent.parent / "ruler_bench" / "assets" / "probe"))
+    for row, line in zip(rows(workdir / "here"), prepared, strict=True):
+        prompt = json.loads(line)["input"]
+        assert load_tokenizer(smollm2).count(prompt) <= 1024 - 128
+        assert row["prompt_tokens"] == len(probe.encode_prompt(prompt))

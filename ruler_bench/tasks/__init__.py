@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ruler_bench.tasks.cache import load_samples
+from ruler_bench.tasks.cache import load_questions
 from ruler_bench.tasks.generate import generate
-from ruler_bench.tasks.sample import Sample
+from ruler_bench.tasks.sample import Question, Sample
 from ruler_bench.tasks.spec import DataSpec, TaskSpec
 
-__all__ = ["DataSpec", "Sample", "TaskSpec", "generate", "load_samples"]
+__all__ = ["DataSpec", "Question", "Sample", "TaskSpec", "generate", "load_questions"]

@@ -1,4 +1,4 @@
-"""Sample: one question of a task, as text."""
+"""Sample: one question of a task, as text. Question: the same as an engine gets it."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ class Sample:
     def prompt(self) -> str:
         """The text an engine continues."""
         return self.input + self.answer_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A sample with its prompt as the engine's model tokenises it.
+
+    Attributes:
+        sample: the text.
+        prompt_token_ids: the prompt, BOS included once where the tokenizer has one.
+    """
+
+    sample: Sample
+    prompt_token_ids: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and generation together, as the engine counts them."""
+        return len(self.prompt_token_ids) + self.sample.tokens_to_generate

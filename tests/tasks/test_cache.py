@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ruler_bench.tasks import DataSpec, Sample, cache, generate, load_samples
+from ruler_bench.tasks import DataSpec, Question, Sample, cache, generate, load_questions
 from ruler_bench.tokenizer import FolderTokenizer
 
 MakeSpec = Callable[..., DataSpec]
@@ -21,6 +21,11 @@ MakeSpec = Callable[..., DataSpec]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+def load(spec: DataSpec, num_samples: int, folder: Path) -> list[Sample]:
+    questions = load_questions(spec, spec.tokenizer, num_samples, folder)
+    return [question.sample for question in questions]
 
 
 def entries(folder: Path) -> list[Path]:
@@ -38,30 +43,45 @@ def forbid_generating(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_second_run_tokenises_nothing(
     spec: MakeSpec, folder: Path, make_word_tokenizer: Callable[[], Any], task: str
 ) -> None:
-    first = load_samples(spec(task), 4, folder)
+    data = spec(task)
+    first = load_questions(data, data.tokenizer, 4, folder)
     tokenizer = make_word_tokenizer()
-    assert load_samples(spec(task, tokenizer=tokenizer), 4, folder) == first
+    again = load_questions(spec(task, tokenizer=tokenizer), tokenizer, 4, folder)
+    assert again == first
     assert tokenizer.texts_counted == 0
-    assert first == generate(spec(task), 4)
+    assert [one.sample for one in first] == generate(spec(task), 4)
+    for one in first:
+        assert one.prompt_token_ids == tuple(tokenizer.encode_prompt(one.sample.prompt))
+
+
+def test_another_model_gets_tokens_of_its_own(
+    spec: MakeSpec, folder: Path, smollm2: FolderTokenizer
+) -> None:
+    data = spec()
+    words = load_questions(data, data.tokenizer, 2, folder)
+    pieces = load_questions(data, smollm2, 2, folder)
+    assert [one.sample for one in words] == [one.sample for one in pieces]
+    for one in pieces:
+        assert one.prompt_token_ids == tuple(smollm2.encode_prompt(one.sample.prompt))
 
 
 def test_a_longer_run_serves_a_shorter_one(
     spec: MakeSpec, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longer = load_samples(spec(), 5, folder)
+    longer = load(spec(), 5, folder)
     forbid_generating(monkeypatch)
-    assert load_samples(spec(), 2, folder) == longer[:2]
+    assert load(spec(), 2, folder) == longer[:2]
 
 
 def test_growing_keeps_the_earlier_samples_and_one_entry(spec: MakeSpec, folder: Path) -> None:
-    shorter = load_samples(spec(), 2, folder)
-    assert load_samples(spec(), 5, folder)[:2] == shorter
+    shorter = load(spec(), 2, folder)
+    assert load(spec(), 5, folder)[:2] == shorter
     assert [entry.name.partition("-")[0] for entry in entries(folder)] == ["5"]
 
 
 def test_other_settings_have_their_own_entries(spec: MakeSpec, folder: Path) -> None:
     for data in (spec(), spec(seed=1), spec(template="Phi3")):
-        assert load_samples(data, 2, folder) == generate(data, 2)
+        assert load(data, 2, folder) == generate(data, 2)
     assert len(entries(folder)) == 3
 
 
@@ -104,19 +124,19 @@ def empty_folder(entry: Path) -> None:
 def test_damaged_and_stale_entries_are_never_used(
     spec: MakeSpec, folder: Path, damage: Callable[[Path], None]
 ) -> None:
-    good = load_samples(spec(), 3, folder)
+    good = load(spec(), 3, folder)
     (entry,) = entries(folder)
     damage(entry)
-    assert load_samples(spec(), 3, folder) == good
+    assert load(spec(), 3, folder) == good
     assert entry not in entries(folder)
     assert len(entries(folder)) == 1
 
 
 def test_an_unfinished_entry_is_never_used(spec: MakeSpec, folder: Path) -> None:
-    good = load_samples(spec(), 3, folder)
+    good = load(spec(), 3, folder)
     (entry,) = entries(folder)
     entry.rename(entry.with_name(f"draft-{entry.name}"))
-    assert load_samples(spec(), 3, folder) == good
+    assert load(spec(), 3, folder) == good
     assert len(entries(folder)) == 2
 
 
@@ -130,7 +150,7 @@ def test_an_interrupted_write_leaves_no_entry(
 
     monkeypatch.setattr(cache, "_save_rows", stop)
     with pytest.raises(KeyboardInterrupt):
-        load_samples(spec(), 2, folder)
+        load(spec(), 2, folder)
     assert entries(folder) == []
 
 
@@ -145,27 +165,29 @@ def test_a_full_disk_costs_a_warning_only(
 
     monkeypatch.setattr(cache, "_save_rows", no_space)
     with caplog.at_level(logging.WARNING):
-        assert load_samples(spec(), 2, folder) == generate(spec(), 2)
+        assert load(spec(), 2, folder) == generate(spec(), 2)
     assert "No space left on device" in caplog.text
 
 
 def test_a_sample_without_a_place_survives(spec: MakeSpec, tmp_path: Path) -> None:
     sample = generate(spec(), 1)[0]
     bare = dataclasses.replace(sample, depth=None, answer_offset=None, answer_token_position=None)
-    cache._write(tmp_path / "entry", "f" * 64, [bare])
+    question = Question(bare, (1, 2))
+    cache._write(tmp_path / "entry", "f" * 64, [question])
     (entry,) = entries(tmp_path)
-    assert cache._read(entry, "f" * 64) == [bare]
+    assert cache._read(entry, "f" * 64) == [question]
 
 
 LOAD = """
 import dataclasses, json, sys
 from pathlib import Path
-from ruler_bench.tasks import DataSpec, TaskSpec, load_samples
+from ruler_bench.tasks import DataSpec, TaskSpec, load_questions
 from ruler_bench.tokenizer import load_tokenizer
 task, tokenizer, folder = json.loads(sys.argv[1])
 spec = DataSpec(TaskSpec(**task), 1024, 42, "base", load_tokenizer(tokenizer))
 sys.stdin.readline()
-print(json.dumps([sample.prompt for sample in load_samples(spec, 3, Path(folder))]))
+questions = load_questions(spec, spec.tokenizer, 3, Path(folder))
+print(json.dumps([question.sample.prompt for question in questions]))
 """
 
 
@@ -189,5 +211,5 @@ def test_two_processes_at_once_get_the_same(
         process.stdin.flush()
     prompts = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
     assert prompts[0] == prompts[1] == [sample.prompt for sample in generate(data, 3)]
-    assert [sample.prompt for sample in load_samples(data, 3, folder)] == prompts[0]
+    assert [sample.prompt for sample in load(data, 3, folder)] == prompts[0]
     assert all(entry.name.startswith("3-") for entry in entries(folder))
