@@ -48,7 +48,8 @@ def job(config: DictConfig) -> JobResult:
     from ruler_bench.report import terminal_table  # noqa: PLC0415
     from ruler_bench.run import run_cell  # noqa: PLC0415 (--help must not wait for torch)
 
-    planned = cells(config, *choices_and_overrides())
+    choices, overrides, sweep = choices_and_overrides()
+    planned = cells(config, choices, overrides, sweep)
     if config.dry_run:
         for cell in planned:
             print(describe_cell(cell))
@@ -58,7 +59,8 @@ def job(config: DictConfig) -> JobResult:
         outcomes.append(run_cell(cell, config.overwrite))
         if outcomes[-1].status == INTERRUPTED:
             break
-    print(terminal_table([outcome.run for outcome in outcomes]))
+    if not sweep:  # whose tables are joined at its end
+        print(terminal_table([outcome.run for outcome in outcomes]))
     for cell in planned[: len(outcomes)]:
         print(f"Records and report: {cell.folder}")
     return JobResult(

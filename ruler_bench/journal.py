@@ -10,7 +10,7 @@ from typing import Any
 
 from backends.base import Backend
 from ruler_bench import device, manifest, model_files
-from ruler_bench.config import Cell, shareable
+from ruler_bench.config import Cell, portable_path, shareable
 from ruler_bench.errors import UsageError
 from ruler_bench.records import Record, RecordWriter, read_records, repair_last_line
 from ruler_bench.report import Run
@@ -24,6 +24,7 @@ class Journal:
 
     def __init__(self, folder: Path, cell: Cell, data: DataSpec, model: Path) -> None:
         self.folder = folder
+        self._model_names = {str(model): portable_path(cell.model_path)}
         self._records_path = folder / manifest.RECORDS
         self.manifest = self._open(cell, data, model)
         cut = repair_last_line(self._records_path)
@@ -80,7 +81,12 @@ class Journal:
         Raises:
             UsageError: its settings in force differ from those of the engines before it.
         """
-        in_force = shareable(backend.describe())
+        described = {
+            # The folder that the harness resolved is the user's model by another name.
+            key: self._model_names.get(value, value) if isinstance(value, str) else value
+            for key, value in backend.describe().items()
+        }
+        in_force = shareable(described)
         if self.manifest["backend_in_force"] is not None:
             manifest.check_same(
                 self.folder,

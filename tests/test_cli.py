@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ruler_bench.config import config_dir
 from ruler_bench.prepare import main as prepare
 
 ORACLE = ("backend=oracle", "device=cpu", "length=1024", "num_samples=2")
@@ -194,3 +195,21 @@ def test_an_engine_of_your_own_is_a_class_by_name(cli, workdir, monkeypatch):
     unfit = cli("backend._target_=parrots.Parrot", *ORACLE[1:])
     assert unfit.status == 2
     assert "start from backend=custom" in unfit.err
+
+
+@pytest.mark.parametrize("path", sorted((config_dir() / "experiment").glob("*.yaml")))
+def test_every_experiment_runs(cli, path):
+    finished = cli(f"experiment={path.stem}", "backend=oracle", "device=cpu")
+    assert finished.status == 0, finished.err
+    assert "100.00" in finished.out
+
+
+@pytest.mark.parametrize("template", ["chat", "meta-llama3", "RWKV"])
+def test_templates_reach_the_prompt(cli, workdir, template):
+    finished = cli(*ORACLE, f"template={template}", "out=here")
+    assert finished.status == 0, finished.err
+    line = (workdir / "here" / "predictions" / "niah_single_1.jsonl").read_text().splitlines()[0]
+    prompt = json.loads(line)["input"]
+    opening = {"chat": "<|user|>", "meta-llama3": "<|begin_of_text|>", "RWKV": "User: hi"}
+    assert prompt.startswith(opening[template])
+    assert prompt.rstrip().endswith("is")

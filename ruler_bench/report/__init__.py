@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ruler_bench.report.markdown import write_reports
 from ruler_bench.report.predictions import write_predictions
-from ruler_bench.report.rows import Row, Run, build_row
+from ruler_bench.report.rows import Row, Run, build_row, build_rows
 from ruler_bench.report.tables import terminal_table
 
-__all__ = ["Row", "Run", "build_row", "terminal_table", "write_predictions", "write_reports"]
+__all__ = [
+    "Row",
+    "Run",
+    "build_row",
+    "build_rows",
+    "terminal_table",
+    "write_predictions",
+    "write_reports",
+]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ruler_bench.records import Record
-from ruler_bench.report.rows import Row, Run, build_row, finished
+from ruler_bench.report.rows import Row, Run, build_rows, finished
 from ruler_bench.report.tables import markdown_runs, markdown_table, write_summary
 from ruler_bench.report.text import code_block, human_number, markdown_cell, visible
 
@@ -33,18 +33,16 @@ def write_reports(folder: Path, runs: Sequence[Run]) -> None:
         OSError: the folder cannot be written, or the disk is full.
         UsageError: a manifest's metric is unknown.
     """
-    rows = [build_row(run) for run in runs]
+    rows = build_rows(runs)
     write_summary(folder / "summary.csv", rows)
     (folder / "report.md").write_text(report(runs, rows), encoding="utf-8", newline="\n")
 
 
 def report(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """Return title, settings in force, the table, and what failed, in Markdown."""
+    """Return title, the table, what failed, and the settings in force, in Markdown."""
     title = _name(rows[0]) if len(rows) == 1 else f"{len(rows)} runs"
     parts = [
         f"# RULER: {title}",
-        "## Settings in force",
-        *_settings(runs, rows),
         "## Results",
         markdown_runs(rows),
         LEGEND,
@@ -52,11 +50,19 @@ def report(runs: Sequence[Run], rows: Sequence[Row]) -> str:
     ]
     failures = [part for run, row in zip(runs, rows, strict=True) for part in _failures(run, row)]
     parts += failures or [ALL_RIGHT if any(run.records for run in runs) else NOTHING_RUN]
+    parts += ["## Settings in force", *_settings(runs, rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def _name(row: Row) -> str:
-    parts = [row.task, f"{row.length_tokens} tokens", row.backend, row.model, row.arm]
+    parts = [
+        row.task,
+        f"{row.length_tokens} tokens",
+        row.backend,
+        row.model,
+        row.arm,
+        row.settings,
+    ]
     return ", ".join(markdown_cell(part) for part in parts if part)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class Row:
 
     Attributes:
         task, length_tokens, backend, model, arm: which run.
+        settings: other settings in which it differs from a run beside it, as one would type them.
         samples: finished samples; everything but `errors` is about these.
         correct: samples with full score.
         score: RULER's, 0 to 100, two decimals.
@@ -45,6 +47,7 @@ class Row:
     backend: str
     model: str
     arm: str | None
+    settings: str
     samples: int
     correct: int
     score: float | None
@@ -67,8 +70,41 @@ def finished(run: Run) -> list[Record]:
     return [record for record in run.records if record.error is None]
 
 
-def build_row(run: Run) -> Row:
+def build_rows(runs: Sequence[Run]) -> list[Row]:
+    """Return the figures of each run, and in which settings they differ.
+
+    Raises:
+        UsageError: a manifest's metric is unknown.
+    """
+    flat = [dict(_settings(run.manifest.get("config", {}))) for run in runs]
+    # A setting that not all runs have belongs to a backend, whose name stands in the row already.
+    everywhere = set.intersection(*(set(one) for one in flat)) if flat else set()
+    varied = sorted(key for key in everywhere if len({one[key] for one in flat}) > 1)
+    return [
+        build_row(run, " ".join(f"{key}={one[key]}" for key in varied))
+        for run, one in zip(runs, flat, strict=True)
+    ]
+
+
+OWN_COLUMNS = ("task.", "length", "backend.name", "backend._target_", "model.name")
+"""Settings that a row tells without naming them."""
+
+
+def _settings(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, inner in value.items():
+        key = f"{prefix}{name}"
+        if isinstance(inner, dict):
+            yield from _settings(inner, f"{key}.")
+        elif not key.startswith(OWN_COLUMNS):
+            yield key, inner if isinstance(inner, str) else json.dumps(inner)
+
+
+def build_row(run: Run, settings: str = "") -> Row:
     """Return the figures of a run.
+
+    Args:
+        run: its manifest and records.
+        settings: in which it differs from a run beside it.
 
     Raises:
         UsageError: the manifest's metric is unknown.
@@ -82,6 +118,7 @@ def build_row(run: Run) -> Row:
         backend=run.manifest["backend"],
         model=run.manifest["model"],
         arm=run.records[0].arm if run.records else None,
+        settings=settings,
         samples=len(records),
         correct=sum(bool(record.correct) for record in records),
         score=_score(run.manifest["metric"], outputs, records),

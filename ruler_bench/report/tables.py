@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ruler_bench.report.rows import Row, Run, build_row
+from ruler_bench.report.rows import Row, Run, build_rows
 from ruler_bench.report.text import (
     human_bytes,
     human_number,
@@ -26,12 +26,15 @@ def _interval(row: Row) -> str:
     return f"{row.score_low_95:.1f} to {row.score_high_95:.1f}"
 
 
+SETTINGS = "settings"
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "task": lambda row: row.task,
     "length": lambda row: str(row.length_tokens),
     "backend": lambda row: row.backend,
     "model": lambda row: row.model,
     "arm": lambda row: row.arm or "-",
+    SETTINGS: lambda row: row.settings or "-",
     "samples": lambda row: str(row.samples),
     "correct": lambda row: str(row.correct),
     "score": lambda row: human_number(row.score, 2),
@@ -47,6 +50,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "peak memory": lambda row: human_bytes(row.peak_device_bytes),
 }
 """What people read: title and text of each column, in order."""
+
+
+def shown_columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    """Return the columns to show: without settings where no runs differ in any."""
+    differ = any(row.settings for row in rows)
+    return {title: show for title, show in COLUMNS.items() if title != SETTINGS or differ}
+
 
 GAP = 2
 
@@ -71,11 +81,12 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return tabulate(list(rows), headers=titles, tablefmt="github", disable_numparse=True)
 
 
-def markdown_runs(rows: Iterable[Row]) -> str:
+def markdown_runs(rows: Sequence[Row]) -> str:
     """Return the table of runs in Markdown, one line a run."""
+    columns = shown_columns(rows)
     return markdown_table(
-        list(COLUMNS),
-        [[markdown_cell(show(row)) for show in COLUMNS.values()] for row in rows],
+        list(columns),
+        [[markdown_cell(show(row)) for show in columns.values()] for row in rows],
     )
 
 
@@ -93,16 +104,22 @@ def terminal_table(runs: Sequence[Run], width: int | None = None) -> str:
         UsageError: a manifest's metric is unknown.
     """
     width = shutil.get_terminal_size().columns if width is None else width
-    cells = [[visible(show(build_row(run))) for show in COLUMNS.values()] for run in runs]
-    table = tabulate(cells, headers=list(COLUMNS), tablefmt="simple", disable_numparse=True)
+    rows = build_rows(runs)
+    columns = shown_columns(rows)
+    titles = list(columns)
+    cells = [[visible(show(row)) for show in columns.values()] for row in rows]
+    table = tabulate(cells, headers=titles, tablefmt="simple", disable_numparse=True)
     if all(len(line) <= width for line in table.splitlines()):
         return table
-    return "\n\n".join(_fields_as_lines(group) for group in _side_by_side(cells, width))
+    groups = _side_by_side(titles, cells, width)
+    return "\n\n".join(_fields_as_lines(titles, group) for group in groups)
 
 
-def _side_by_side(cells: Sequence[Sequence[str]], width: int) -> Iterable[list[Sequence[str]]]:
+def _side_by_side(
+    titles: Sequence[str], cells: Sequence[Sequence[str]], width: int
+) -> Iterable[list[Sequence[str]]]:
     """Yield groups of runs that fit beside the titles; one run where not even that fits."""
-    left = max(len(title) for title in COLUMNS)
+    left = max(len(title) for title in titles)
     group: list[Sequence[str]] = []
     used = left
     for run in cells:
@@ -116,6 +133,6 @@ def _side_by_side(cells: Sequence[Sequence[str]], width: int) -> Iterable[list[S
         yield group
 
 
-def _fields_as_lines(group: Sequence[Sequence[str]]) -> str:
-    lines = zip(COLUMNS, *group, strict=True)
+def _fields_as_lines(titles: Sequence[str], group: Sequence[Sequence[str]]) -> str:
+    lines = zip(titles, *group, strict=True)
     return tabulate(list(lines), tablefmt="plain", disable_numparse=True)

@@ -6,7 +6,7 @@ from markdown_it import MarkdownIt
 
 from ruler_bench.report import write_reports
 from ruler_bench.report.markdown import LISTED_SAMPLES
-from ruler_bench.report.tables import COLUMNS
+from ruler_bench.report.tables import COLUMNS, SETTINGS
 from ruler_bench.report.text import visible
 
 
@@ -39,11 +39,11 @@ def test_a_run_without_failures(record, run, tmp_path):
     headings, (settings_,), (table,) = rendered(report(tmp_path, run(record(0), record(1))))
     assert headings == [
         "RULER: niah_single_1, 4096 tokens, offload, probe, persistent",
-        "Settings in force",
         "Results",
         "Samples to look at",
+        "Settings in force",
     ]
-    assert table[0] == list(COLUMNS)
+    assert table[0] == [title for title in COLUMNS if title != SETTINGS]
     assert table[1][5:9] == ["2", "2", "100.00", "34.2 to 100.0"]
     for line in (
         "config.backend.num_gpu_blocks = 4",
@@ -69,7 +69,7 @@ def test_failures_are_listed_as_for_an_issue(record, run, tmp_path):
     )
     text = report(tmp_path, failing)
     headings, _, (_, wrong, errors) = rendered(text)
-    assert headings[-1] == "niah_single_1, 4096 tokens, offload, probe, persistent"
+    assert headings[-2] == "niah_single_1, 4096 tokens, offload, probe, persistent"
     assert "2 of 3 without full score: `indices=[17,37]`." in text
     assert wrong[0] == ["ordinal", "position", "depth", "score", "ended by", "expected", "got"]
     assert wrong[1] == ["17", "3", "0.25", "0.00", "length", "1234567", "7654321 and\\nmore"]
@@ -92,6 +92,14 @@ def test_several_runs_share_their_settings_once(record, run, tmp_path):
     assert second == ["backend = gpu_only"]
     assert len(table) == 3
     assert "### niah_single_1, 4096 tokens, gpu_only, probe, persistent" in text
+
+
+def test_runs_that_differ_in_a_setting_can_be_told_apart(record, run, tmp_path):
+    runs = [run(record(0), config={"seed": seed, "backend": {"x": 1}}) for seed in (1, 2)]
+    headings, _, (table,) = rendered(report(tmp_path, *runs))
+    column = table[0].index(SETTINGS)
+    assert [row[column] for row in table[1:]] == ["seed=1", "seed=2"]
+    assert any("seed=2" in heading for heading in headings)
 
 
 def test_many_failures_are_cut_and_all_ordinals_named(record, run, tmp_path):
@@ -129,7 +137,7 @@ def test_the_report_reads_back_whatever_it_holds(
     headings, (lines,), (table, wrong, errors) = rendered(report(tmp_path, made))
     assert len(headings) == 5
     assert f"config.path = {visible(setting)}" in lines
-    assert [len(row) for row in table] == [len(COLUMNS)] * 2
+    assert [len(row) for row in table] == [len(COLUMNS) - 1] * 2
     got = [row[-1] for row in wrong[1:]]
     assert got == [visible(one).strip() if one else "(empty)" for one in outputs]
     assert [row[-1] for row in errors[1:]] == [visible(error).strip()]
