@@ -425,12 +425,14 @@ MAX_FOLDER_NAME = 200
 def _folder_part(key: str, value: str) -> str:
     """Return `key-value` in characters that suit a folder; a hash keeps changed values apart.
 
-    Of a path only the last part is shown.
+    Of a path only the last part is shown. `_` separates the parts of a name, so a value that has
+    one is a changed value too.
     """
-    text = f"{key}-{value}"
-    shown = f"{key}-{value.rstrip('/').rpartition('/')[2]}"
-    safe = re.sub(r"[^A-Za-z0-9.,+-]+", "~", shown)
-    return safe if safe == text else f"{safe}~{_digest(text)}"
+    safe_key = re.sub(r"[^A-Za-z0-9._]+", "~", key)
+    safe_value = re.sub(r"[^A-Za-z0-9.,+-]+", "~", value.rstrip("/").rpartition("/")[2])
+    if (safe_key, safe_value) == (key, value):
+        return f"{key}-{value}"
+    return f"{safe_key}-{safe_value}~{_digest(f'{key}={value}')}"
 
 
 def _short(name: str) -> str:

@@ -141,7 +141,10 @@ def locked_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
             ) from error
         if overwrite:
             _empty(folder)
-        yield folder
+        try:
+            yield folder
+        finally:
+            _remove_if_unused(folder)
 
 
 def _open_lock(folder: Path) -> IO[str]:
@@ -155,6 +158,12 @@ def _open_lock(folder: Path) -> IO[str]:
             f"out={folder}: cannot be written ({error.strerror}). Choose another folder with "
             "out=DIR."
         ) from error
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Remove a folder in which no run has begun, such as after a setting that was refused."""
+    if [one.name for one in folder.iterdir()] == [LOCK]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 RUN_FILES = (MANIFEST, RECORDS, "report.md", "summary.csv")

@@ -65,7 +65,7 @@ def test_bad_input_is_one_line_with_status_2(cli, workdir, line):
     assert lines[0].startswith("error: ")
     assert "HYDRA_FULL_ERROR" not in finished.err
     assert "Traceback" not in finished.err
-    assert not list(workdir.rglob("records.jsonl"))
+    assert not list(workdir.glob("results/*"))
 
 
 def test_cuda_without_a_gpu_is_said(cli):

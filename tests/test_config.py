@@ -26,6 +26,14 @@ def test_keys_that_change_no_result_are_not_in_the_folder_name():
     assert folder([*quiet, "backend.api_key=very-secret", "length=4096"]) == folder([])
 
 
+def test_common_settings_make_readable_names():
+    name = folder(["backend.num_gpu_blocks=2", "seed=7", "model.path=/home/me/llama"]).name
+    assert name.startswith(
+        "niah_single_1_oracle_probe_4096_backend.num_gpu_blocks-2_model.path-llama~"
+    )
+    assert name.endswith("_seed-7")
+
+
 values = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=300)
 
 
@@ -36,6 +44,15 @@ def test_two_values_of_a_key_never_share_a_folder(pair):
     for name in (first.name, second.name):
         assert len(name) <= 255
         assert "/" not in name
+
+
+names = st.sampled_from(["backend.a", "backend.a_b", "b", "backend.x-y", "seed"])
+
+
+@given(st.lists(st.dictionaries(names, values, max_size=3), min_size=2, max_size=2))
+def test_different_settings_never_share_a_folder(pair):
+    first, second = ([f"{key}={value}" for key, value in one.items()] for one in pair)
+    assert (folder(first) == folder(second)) == (pair[0] == pair[1])
 
 
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=30))
