@@ -25,9 +25,10 @@ from backends.engine import attention
 from backends.engine.cache.base import KVCache, KVLayout, KVSpan, Sequence, Step
 from backends.engine.cache.offload import OffloadCache
 from backends.engine.cache.resident import ResidentCache
-from backends.engine.model import Decoder, find_model, read_shape
+from backends.engine.model import Decoder
 from backends.engine.policy import POLICIES
 from backends.engine.settings import Settings, resolve_device, resolve_dtype
+from backends.engine.shape import find_model, read_shape
 from backends.engine.streams import make_streams
 
 

@@ -1,187 +1,27 @@
-"""A decoder of Llama's shape, read from transformers' configuration of the model.
+"""The arithmetic between tokens and logits.
 
-Only the arithmetic between tokens and logits lives here. Where keys and values are kept, and in
-what pieces they are attended to, is the caller's: `Decoder.forward` hands every layer's query,
-key and value rows to a function.
+Where keys and values are kept, and in what pieces they are attended to, is the caller's:
+`Decoder.forward` hands every layer's query, key and value rows to a function.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from backends.base import ConfigurationError
+from backends.engine.shape import ModelShape
 from backends.engine.weights import Checkpoint
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not change with the length of the request."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query rows, key rows, value rows) -> attended rows, each [rows, heads, head_dim].
 
 There may be fewer query rows than key rows: they are the last ones.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The numbers of a model's configuration that the decoder needs.
-
-    Attributes:
-        inverse_frequencies: of the rotary embedding, float32, [head_dim / 2].
-        rope_scaling: factor on the rotary embedding's cosines and sines.
-    """
-
-    architecture: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    max_positions: int
-    norm_epsilon: float
-    tied_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    inverse_frequencies: torch.Tensor
-    rope_scaling: float
-
-
-def find_model(model_path: str) -> Path:
-    """Return the folder of a model: `model_path` itself, or the hub's model of that name.
-
-    Raises:
-        ConfigurationError: there is neither such a folder nor such a model.
-    """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ConfigurationError(f"model.path={model_path} is a file; a model folder is needed.")
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow, and rarely needed)
-
-    try:
-        return Path(snapshot_download(model_path, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigurationError(
-            f"model.path={model_path} is no folder, and no model of that name could be had "
-            f"from the hub: {reason}"
-        ) from error
-
-
-def read_shape(folder: Path) -> ModelShape:
-    """Read the configuration of the model in `folder`.
-
-    Raises:
-        ConfigurationError: no config.json, an architecture that is not supported, or a setting
-            that the decoder does not honour.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigurationError(f"{folder} has no config.json, so it is not a model folder.")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ConfigurationError(
-            f"{path}: architecture {architecture} is not supported by this engine, which runs "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}; use backend=hf for this model."
-        )
-
-    from transformers import AutoConfig  # noqa: PLC0415 (slow; bad settings fail before it)
-
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # of many kinds, by version
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(f"{path}: transformers cannot read it: {reason}") from error
-    _refuse_what_is_not_honoured(path, config)
-    frequencies, scaling = _rope(path, config)
-    return ModelShape(
-        architecture=architecture,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
-        intermediate=config.intermediate_size,
-        vocabulary=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        norm_epsilon=config.rms_norm_eps,
-        tied_embeddings=bool(config.tie_word_embeddings),
-        attention_bias=bool(config.attention_bias),
-        mlp_bias=bool(config.mlp_bias),
-        inverse_frequencies=frequencies,
-        rope_scaling=scaling,
-    )
-
-
-def _head_dim(config: Any) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-
-
-def _refuse_what_is_not_honoured(path: Path, config: Any) -> None:
-    """Raise ConfigurationError for a setting under which the answer would be another one."""
-    plain_layers = {None, "full_attention"}
-    refused = {
-        "sliding_window": getattr(config, "sliding_window", None) is not None,
-        "attention_chunk_size": getattr(config, "attention_chunk_size", None) is not None,
-        "layer_types": not set(getattr(config, "layer_types", None) or ()) <= plain_layers,
-        "quantization_config": getattr(config, "quantization_config", None) is not None,
-        "hidden_act": config.hidden_act != "silu",
-    }
-    for key, wrong in refused.items():
-        if wrong:
-            raise ConfigurationError(
-                f"{path}: {key}={getattr(config, key)!r} is not honoured by this engine; "
-                "use backend=hf for this model."
-            )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ConfigurationError(
-            f"{path}: num_attention_heads={config.num_attention_heads} is no multiple of "
-            f"num_key_value_heads={config.num_key_value_heads}."
-        )
-
-
-def _rope(path: Path, config: Any) -> tuple[torch.Tensor, float]:
-    """Return the rotary embedding's inverse frequencies and its scaling.
-
-    Source: RoFormer (arXiv 2104.09864); scaled forms through transformers' ROPE_INIT_FUNCTIONS.
-    """
-    parameters = config.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    if kind not in SUPPORTED_ROPE_TYPES:
-        raise ConfigurationError(
-            f"{path}: rope_type={kind!r} is not honoured by this engine. "
-            f"Allowed: {', '.join(SUPPORTED_ROPE_TYPES)}."
-        )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigurationError(
-            f"{path}: partial_rotary_factor={parameters['partial_rotary_factor']} is not "
-            "honoured by this engine; only 1.0 is."
-        )
-    if kind == "default":
-        dim = _head_dim(config)
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
-
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return frequencies.float(), float(scaling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +35,16 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """Weights of one layer.
+
+    Attributes:
+        query_key_norm: factors on the normalised heads, queries before keys,
+            [heads + kv_heads, head_dim]; None where heads are not normalised.
+    """
+
     attention_norm: torch.Tensor
     query_key_value: _Linear
+    query_key_norm: torch.Tensor | None
     output: _Linear
     mlp_norm: torch.Tensor
     gate_up: _Linear
@@ -257,11 +105,7 @@ class Decoder:
             )
             self._layers = [self._read_layer(reader, index) for index in range(shape.layers)]
             self._norm = reader.tensor("model.norm.weight", shape.hidden)
-            self._head = (
-                self._embedding
-                if shape.tied_embeddings
-                else reader.tensor("lm_head.weight", shape.vocabulary, shape.hidden)
-            )
+            self._head = self._read_head(reader, checkpoint)
             _refuse_unused(folder, checkpoint.unused())
 
     @property
@@ -272,6 +116,8 @@ class Decoder:
             tensors.append(self._head)
         for layer in self._layers:
             tensors += [layer.attention_norm, layer.mlp_norm]
+            if layer.query_key_norm is not None:
+                tensors.append(layer.query_key_norm)
             for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down):
                 tensors.append(linear.weight)
                 if linear.bias is not None:
@@ -316,7 +162,11 @@ class Decoder:
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         projected = layer.query_key_value(self._normalise(rows, layer.attention_norm))
         projected = projected.view(rows.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        rotated = _rotate(projected[:, : heads + kv_heads], cosines, sines)
+        rotated = projected[:, : heads + kv_heads]
+        if layer.query_key_norm is not None:
+            rotated = F.rms_norm(rotated, (self.shape.head_dim,), eps=self.shape.norm_epsilon)
+            rotated = rotated * layer.query_key_norm
+        rotated = _rotate(rotated, cosines, sines)
         return rotated[:, :heads], rotated[:, heads:], projected[:, heads + kv_heads :]
 
     def _mlp(self, layer: _Layer, rows: torch.Tensor) -> torch.Tensor:
@@ -336,23 +186,50 @@ class Decoder:
         scale = self.shape.rope_scaling
         return (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
 
+    def _read_head(self, reader: _Reader, checkpoint: Checkpoint) -> torch.Tensor:
+        """Return the output matrix: the embedding itself where the two are tied.
+
+        A file may hold both. If these differ they are not tied, whatever the configuration says;
+        transformers decides the same.
+        """
+        tied, name = self.shape.tied_embeddings, "lm_head.weight"
+        if tied and name not in checkpoint:
+            return self._embedding
+        head = reader.tensor(name, self.shape.vocabulary, self.shape.hidden)
+        return self._embedding if tied and torch.equal(head, self._embedding) else head
+
     def _read_layer(self, reader: _Reader, index: int) -> _Layer:
         shape = self.shape
         prefix = f"model.layers.{index}"
         kv_width = shape.kv_heads * shape.head_dim
         width = shape.heads * shape.head_dim
-        bias, mlp_bias = shape.attention_bias, shape.mlp_bias
+        optional = shape.optional_weights
         qkv = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         gate_up = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate}
+        down = {"down_proj": shape.hidden}
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return _Layer(
             attention_norm=reader.tensor(f"{prefix}.input_layernorm.weight", shape.hidden),
-            query_key_value=reader.linear(attention, qkv, shape.hidden, bias=bias),
-            output=reader.linear(attention, {"o_proj": shape.hidden}, width, bias=bias),
+            query_key_value=reader.linear(
+                attention, qkv, shape.hidden, bias=optional.query_key_value_bias
+            ),
+            query_key_norm=(
+                self._read_query_key_norm(reader, attention) if optional.query_key_norm else None
+            ),
+            output=reader.linear(
+                attention, {"o_proj": shape.hidden}, width, bias=optional.output_bias
+            ),
             mlp_norm=reader.tensor(f"{prefix}.post_attention_layernorm.weight", shape.hidden),
-            gate_up=reader.linear(mlp, gate_up, shape.hidden, bias=mlp_bias),
-            down=reader.linear(mlp, {"down_proj": shape.hidden}, shape.intermediate, bias=mlp_bias),
+            gate_up=reader.linear(mlp, gate_up, shape.hidden, bias=optional.mlp_bias),
+            down=reader.linear(mlp, down, shape.intermediate, bias=optional.mlp_bias),
         )
+
+    def _read_query_key_norm(self, reader: _Reader, prefix: str) -> torch.Tensor:
+        """Stack the factors head by head, so that one product serves queries and keys."""
+        shape = self.shape
+        query = reader.tensor(f"{prefix}.q_norm.weight", shape.head_dim)
+        key = reader.tensor(f"{prefix}.k_norm.weight", shape.head_dim)
+        return torch.cat((query.expand(shape.heads, -1), key.expand(shape.kv_heads, -1)))
 
 
 def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -364,9 +241,9 @@ def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 def _refuse_unused(folder: Path, names: list[str]) -> None:
     """Raise ConfigurationError for weights that the decoder would silently leave out.
 
-    Tied heads and saved rotary frequencies repeat what is read elsewhere.
+    Saved rotary frequencies repeat what follows from the configuration.
     """
-    left = [name for name in names if name != "lm_head.weight" and "rotary_emb" not in name]
+    left = [name for name in names if "rotary_emb" not in name]
     if left:
         raise ConfigurationError(
             f"{folder}: {len(left)} tensor(s) do not belong to the architecture in config.json, "

@@ -42,6 +42,9 @@ class Checkpoint:
     ) -> None:
         self._stack.close()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         """Copy one tensor into `target`, which sets its device and dtype.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from backends.base import Request
 
@@ -30,9 +30,9 @@ def probe():
 
 @pytest.fixture(scope="session")
 def save_model(tmp_path_factory):
-    """Save a random Llama, with these settings of its configuration, and return its folder."""
+    """Save a random model, with these settings of its configuration, and return its folder."""
 
-    def save(shard_size="5GB", dtype=torch.float32, **settings):
+    def save(architecture="LlamaForCausalLM", shard_size="5GB", dtype=torch.float32, **settings):
         torch.manual_seed(7)
         config = {
             "vocab_size": VOCABULARY,
@@ -48,10 +48,13 @@ def save_model(tmp_path_factory):
             "bos_token_id": None,
             "eos_token_id": None,
         }
-        model = LlamaForCausalLM(LlamaConfig(**(config | settings))).eval().to(dtype)
+        model_class = getattr(transformers, architecture)
+        model = model_class(model_class.config_class(**(config | settings))).eval().to(dtype)
         for name, tensor in model.named_parameters():
             if name.endswith("bias"):  # which transformers starts at zero
                 torch.nn.init.normal_(tensor, std=0.2)
+            elif name.endswith("norm.weight"):  # at one
+                torch.nn.init.uniform_(tensor, 0.6, 1.4)
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder, max_shard_size=shard_size)
         return folder

@@ -9,6 +9,7 @@ import pytest
 
 from backends.engine import gpu_only, offload
 from backends.engine.cache.offload import blocks_in_span
+from backends.engine.shape import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 CHUNK, ATTEND, CONTEXT, NEW = 24, 8, 128, 9
@@ -133,9 +134,10 @@ def test_layerwise_one_block_as_long_as_the_context(tiny, ask):
     assert_same(got, ask(plain, 90, 30))
 
 
+@pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("settings", [{"head_dim": 8, "num_key_value_heads": 1}, {"head_dim": 20}])
-def test_rows_that_are_not_aligned(settings, save_model, ask):
-    folder = save_model(**settings)
+def test_rows_that_are_not_aligned(settings, architecture, save_model, ask):
+    folder = save_model(architecture=architecture, sliding_window=None, **settings)
     plain = gpu_only(
         model_path=str(folder), max_model_len=CONTEXT, chunk_tokens=CHUNK, attend_tokens=ATTEND
     )

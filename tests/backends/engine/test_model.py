@@ -3,12 +3,13 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from backends.base import ConfigurationError
 from backends.engine import engine as engine_module
 from backends.engine import gpu_only, offload
-from backends.engine.model import find_model, read_shape
+from backends.engine.shape import FAMILIES, find_model, read_shape
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -40,7 +41,28 @@ MODELS = {
     },
     "sharded": {"shard_size": "30KB"},
     "bfloat16 file": {"dtype": torch.bfloat16},
+    "Qwen2, its window switched off": {
+        "architecture": "Qwen2ForCausalLM",
+        "use_sliding_window": False,
+        "sliding_window": 8,
+        "max_window_layers": 0,
+    },
+    "Qwen2, yarn rope": {"architecture": "Qwen2ForCausalLM", "rope_parameters": YARN},
+    "Qwen3, biases": {"architecture": "Qwen3ForCausalLM", "attention_bias": True},
+    "Qwen3, another epsilon": {"architecture": "Qwen3ForCausalLM", "rms_norm_eps": 0.1},
+    "Mistral, a window as long as the context": {
+        "architecture": "MistralForCausalLM",
+        "sliding_window": 256,
+        "max_position_embeddings": 256,
+    },
 }
+for _architecture in FAMILIES:
+    _settings = {"architecture": _architecture, "sliding_window": None}
+    MODELS |= {
+        f"{_architecture}, tied, single file": _settings | {"tie_word_embeddings": True},
+        f"{_architecture}, untied, sharded": _settings | {"shard_size": "30KB"},
+        f"{_architecture}, head_dim of its own": _settings | {"head_dim": 24},
+    }
 
 
 @pytest.fixture
@@ -60,6 +82,7 @@ def chosen_from(monkeypatch):
 def assert_equals_transformers(folder, engine, ask, prompt, rows):
     answer = ask(engine, prompt, 8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert type(model).__name__ == engine.describe()["architecture"]
     with torch.inference_mode():
         tokens = torch.tensor([[*prompt, *answer.token_ids[:-1]]])
         wanted = model(tokens).logits[0, len(prompt) - 1 :]
@@ -69,6 +92,7 @@ def assert_equals_transformers(folder, engine, ask, prompt, rows):
     torch.testing.assert_close(
         torch.tensor(answer.top2_margin), best[:, 0] - best[:, 1], rtol=1e-3, atol=1e-4
     )
+    return answer
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS.keys())
@@ -76,14 +100,27 @@ def test_logits_are_those_of_transformers(settings, save_model, ask, prompt, cho
     folder = save_model(**settings)
     if "shard_size" in settings:
         assert len(list(folder.glob("model-*.safetensors"))) > 2
-    engine = offload(
-        model_path=str(folder),
-        max_model_len=300,
-        kvcache_block_size=32,
-        chunk_tokens=64,
-        poison=True,
-    )
-    assert_equals_transformers(folder, engine, ask, prompt(200), chosen_from)
+    cuts = {"max_model_len": 256, "chunk_tokens": 64, "attend_tokens": 32, "poison": True}
+    engine = offload(model_path=str(folder), kvcache_block_size=32, **cuts)
+    tokens = prompt(248)
+    answer = assert_equals_transformers(folder, engine, ask, tokens, chosen_from)
+    plain = ask(gpu_only(model_path=str(folder), **cuts), tokens, 8)
+    assert answer.logits_digest == plain.logits_digest
+    assert answer.bytes_up > 0 == plain.bytes_up
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_tied_model_whose_file_holds_a_head(repeated, save_model, request):
+    ask, prompt, rows = map(request.getfixturevalue, ("ask", "prompt", "chosen_from"))
+    folder = save_model(tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if repeated else embedding.flip(0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    engine = gpu_only(model_path=str(folder))
+    assert_equals_transformers(folder, engine, ask, prompt(50), rows)
+    tied_bytes = sum(tensor.nbytes for tensor in tensors.values()) - embedding.nbytes
+    assert engine.describe()["weight_bytes"] == tied_bytes + (not repeated) * embedding.nbytes
 
 
 @pytest.mark.parametrize("attention", ["flash_cpu", "math"])
@@ -132,10 +169,32 @@ def edited(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not .*LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not .* runs LlamaForCausalLM, Qwen2ForCausalLM, "
+            "Qwen3ForCausalLM, MistralForCausalLM; use backend=hf",
+        ),
+        ({"model_type": "mistral"}, "model_type='mistral' does not go .*LlamaFor.* is 'llama'"),
         ({"architectures": []}, "architecture none is not supported"),
         ({"sliding_window": 128}, "sliding_window=128 is not honoured.*backend=hf"),
-        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types=.*honoured"),
+        (
+            {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]},
+            r"layer_types='sliding_attention' is not honoured .*\(allowed: full_attention\)",
+        ),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0 is not honoured"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0 is not honoured"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar=256 is not honoured"),
+        ({"attention_multiplier": 0.1}, r"attention_multiplier=0\.1 is not honoured"),
+        ({"logits_scaling": 8.0}, r"logits_scaling=8\.0 is not honoured .*allowed: 1\.0"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 .*allowed: 1\.0"),
+        (
+            {"rope_parameters": YARN | {"mrope_section": [2, 3, 3]}},
+            r"mrope_section=\[2, 3, 3\] is not honoured",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rope_parameters={'full_attention'.*} is not honoured",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*not honoured"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not honoured"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_t"),
@@ -156,6 +215,39 @@ def edited(tiny, tmp_path):
 def test_settings_that_are_not_honoured_are_refused(edited, settings, message):
     with pytest.raises(ConfigurationError, match=message) as error:
         read_shape(edited(**settings))
+    assert "\n" not in str(error.value)
+
+
+def test_settings_that_change_nothing_are_accepted(edited, tiny):
+    neutral = {
+        "attention_dropout": 0.1,
+        "attn_logit_softcapping": None,
+        "hidden_act": "swish",
+        "layer_types": ["full_attention"] * 3,
+        "logits_scaling": 1.0,
+        "partial_rotary_factor": 1.0,
+        "sliding_window": None,
+    }
+    shape, plain = read_shape(edited(**neutral)), read_shape(tiny)
+    assert torch.equal(shape.inverse_frequencies, plain.inverse_frequencies)
+    assert shape.optional_weights == plain.optional_weights
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 511}),
+        # transformers' Mistral knows no such switch, and keeps the window.
+        ("MistralForCausalLM", {"sliding_window": 64, "use_sliding_window": False}),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True}),
+        ("Qwen3ForCausalLM", {"sliding_window": 64, "use_sliding_window": True}),
+    ],
+)
+def test_a_window_in_force_is_refused(architecture, settings, save_model):
+    folder = save_model(architecture=architecture, **settings)
+    wanted = rf"sliding_window={settings['sliding_window']} is not honoured"
+    with pytest.raises(ConfigurationError, match=wanted) as error:
+        read_shape(folder)
     assert "\n" not in str(error.value)
 
 
