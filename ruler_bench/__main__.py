@@ -12,11 +12,14 @@ from backends.base import ConfigurationError
 from ruler_bench.cli import (
     INTERRUPTED,
     USAGE_ERROR,
+    CellRef,
     JobResult,
     choices_and_overrides,
     print_error,
     read_statuses,
+    refused,
     run_app,
+    swept_keys_override,
 )
 from ruler_bench.config import cells
 from ruler_bench.manifest import now
@@ -44,34 +47,44 @@ def worst(statuses: list[int]) -> int:
 
 def job(config: DictConfig) -> JobResult:
     """Run the cells of one composed configuration and print their table."""
-    from ruler_bench.dry_run import describe_cell  # noqa: PLC0415
-    from ruler_bench.report import terminal_table  # noqa: PLC0415
-    from ruler_bench.run import run_cell  # noqa: PLC0415 (--help must not wait for torch)
+    from ruler_bench.dry_run import describe_cell  # noqa: PLC0415 (--help waits for none of this)
+    from ruler_bench.report import failures_summary, terminal_table  # noqa: PLC0415
+    from ruler_bench.run import run_cell  # noqa: PLC0415
 
-    choices, overrides, sweep = choices_and_overrides()
-    planned = cells(config, choices, overrides, sweep)
-    if config.dry_run:
-        for cell in planned:
-            print(describe_cell(cell))
-        return JobResult(0)
-    outcomes = []
+    choices, overrides, swept = choices_and_overrides()
+    planned = cells(config, choices, overrides, swept)
+    result, runs = JobResult(0), []
     for cell in planned:
-        outcomes.append(run_cell(cell, config.overwrite))
-        if outcomes[-1].status == INTERRUPTED:
+        try:
+            if config.dry_run:
+                print(describe_cell(cell))
+                continue
+            outcome = run_cell(cell, config.overwrite)
+        except ConfigurationError as error:
+            # The other lengths of a list can still run.
+            result.errors += refused(error).errors
+            result.status = USAGE_ERROR
+            continue
+        runs.append(outcome.run)
+        result.cells.append(CellRef(str(cell.folder), cell.ordinals))
+        result.status = worst([result.status, outcome.status])
+        if outcome.status == INTERRUPTED:
             break
-    if not sweep:  # whose tables are joined at its end
-        print(terminal_table([outcome.run for outcome in outcomes]))
-    for cell in planned[: len(outcomes)]:
-        print(f"Records and report: {cell.folder}")
-    return JobResult(
-        worst([outcome.status for outcome in outcomes]), [cell.folder for cell in planned]
-    )
+    if runs and swept is None:  # a sweep joins the tables of its jobs
+        print(terminal_table(runs))
+        for line in failures_summary(runs):
+            print(line)
+    for one in result.cells:
+        print(f"Records and report: {one.folder}")
+    if result.status == INTERRUPTED:
+        print("Interrupted: the same command goes on.", file=sys.stderr)
+    return result
 
 
 def _sweep() -> int:
     """Run every job of a multirun, then join their tables; its folder keeps what each job did."""
     folder = SWEEPS / f"{now().replace(':', '-').removesuffix('+00-00')}_{os.getpid()}"
-    sys.argv.append(f"hydra.sweep.dir={folder}")
+    sys.argv += [f"hydra.sweep.dir={folder}", swept_keys_override(sys.argv[1:])]
     interrupted = False
     try:
         run_app("config", job)
@@ -83,16 +96,22 @@ def _sweep() -> int:
 
 
 def _join(folder: Path, results: list[JobResult]) -> None:
+    """Print and write one table of the samples that each job asked for, then what failed."""
     from ruler_bench.journal import read_run  # noqa: PLC0415
-    from ruler_bench.report import terminal_table, write_reports  # noqa: PLC0415
+    from ruler_bench.report import failures_summary, terminal_table, write_reports  # noqa: PLC0415
 
-    read = [read_run(one) for result in results for one in result.folders]
+    read = [read_run(Path(one.folder), one.ordinals) for result in results for one in result.cells]
     runs = [run for run in read if run is not None]
     if runs:
         write_reports(folder, runs)
         print("All runs of the sweep:")
         print(terminal_table(runs))
-        print(f"Joined report: {folder}")
+        for line in failures_summary(runs):
+            print(line)
+        print(f"Joined report: {folder / 'report.md'}")
+    for result in results:
+        for error in result.errors:
+            print(f"Did not run: {' '.join(result.overrides)}: {error}")
 
 
 if __name__ == "__main__":

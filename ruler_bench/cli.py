@@ -7,17 +7,20 @@ into their folder, since `hydra.main` drops return values.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -25,20 +28,38 @@ from omegaconf.errors import OmegaConfBaseException
 
 from backends.base import ConfigurationError
 from ruler_bench.config import config_dir, register_schemas
-from ruler_bench.errors import UsageError, nearest, unknown_name
+from ruler_bench.errors import UsageError, nearest, one_line, unknown_name
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 STATUS_FILE = "status.json"
+SWEPT_KEYS = "RULER_BENCH_SWEPT_KEYS"
 
 Job = Callable[[DictConfig], "JobResult"]
 
 
-class JobResult:
-    """What a job tells the sweep it belongs to: an exit status and the folders it wrote."""
+@dataclass(frozen=True)
+class CellRef:
+    """Where a cell's records are, and which samples were asked for: a folder may hold more."""
 
-    def __init__(self, status: int, folders: list[Path] | None = None) -> None:
-        self.status = status
-        self.folders = folders or []
+    folder: str
+    ordinals: tuple[int, ...]
+
+
+@dataclass
+class JobResult:
+    """What a job tells the sweep it belongs to.
+
+    Attributes:
+        status: exit status.
+        cells: the cells that ran.
+        errors: one line for each cell that could not start.
+        overrides: the job's settings, as typed.
+    """
+
+    status: int
+    cells: list[CellRef] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
 
 
 def run_app(config_name: str, job: Job) -> list[JobResult]:
@@ -83,29 +104,52 @@ def _guarded(job: Job, config: DictConfig) -> JobResult:
     try:
         return job(config)
     except ConfigurationError as error:
-        print_error(error)
-        return JobResult(USAGE_ERROR)
+        return refused(error)
     except OmegaConfBaseException as error:
-        print_error(UsageError(_first_line(error)))
-        return JobResult(USAGE_ERROR)
+        return refused(UsageError(_first_line(error)))
     except KeyboardInterrupt:
         return JobResult(INTERRUPTED)
 
 
+def refused(error: ConfigurationError) -> JobResult:
+    """Print why a job could not start, and return that as its result."""
+    print_error(error)
+    return JobResult(USAGE_ERROR, errors=[one_line(error)])
+
+
 def print_error(error: Exception) -> None:
     """Print an error as one line on stderr."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"error: {one_line(error)}", file=sys.stderr)
 
 
 def _is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def choices_and_overrides() -> tuple[dict[str, str], list[str], bool]:
-    """Return Hydra's choice of each group, this job's overrides, and whether it is a sweep."""
+def choices_and_overrides() -> tuple[dict[str, str], list[str], list[str] | None]:
+    """Return Hydra's choice of each group, this job's overrides, and the keys its sweep varies.
+
+    The last is None where this is no sweep.
+    """
     config = HydraConfig.get()
     choices = {str(group): str(choice) for group, choice in config.runtime.choices.items()}
-    return choices, list(config.overrides.task), _is_sweep()
+    overrides = list(config.overrides.task)
+    if not _is_sweep():
+        return choices, overrides, None
+    return choices, overrides, os.environ.get(SWEPT_KEYS, "").split(",")
+
+
+def swept_keys_override(arguments: list[str]) -> str:
+    """Return the override that tells each job, in whatever process, which keys the sweep varies."""
+    parser = OverridesParser.create()
+    keys = []
+    for argument in arguments:
+        # What cannot be parsed is Hydra's to refuse.
+        with contextlib.suppress(HydraException):
+            override = parser.parse_override(argument)
+            if override.is_sweep_override():
+                keys.append(override.key_or_group)
+    return f"+hydra.job.env_set.{SWEPT_KEYS}='{','.join(keys)}'"
 
 
 # --- the status of each job of a sweep ----------------------------------------------------------
@@ -116,12 +160,8 @@ def _write_status(result: JobResult) -> None:
         return
     folder = Path(HydraConfig.get().runtime.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "status": result.status,
-        "folders": [str(one) for one in result.folders],
-        "overrides": list(HydraConfig.get().overrides.task),
-    }
-    (folder / STATUS_FILE).write_text(json.dumps(values, indent=2) + "\n")
+    result.overrides = list(HydraConfig.get().overrides.task)
+    (folder / STATUS_FILE).write_text(json.dumps(asdict(result), indent=2) + "\n")
 
 
 def read_statuses(sweep: Path) -> list[JobResult]:
@@ -130,8 +170,10 @@ def read_statuses(sweep: Path) -> list[JobResult]:
     results = []
     for path in sorted(found, key=lambda one: int(one.parent.name)):
         values = json.loads(path.read_text())
-        folders = [Path(one) for one in values["folders"]]
-        results.append(JobResult(int(values["status"]), folders))
+        values["cells"] = [
+            CellRef(one["folder"], tuple(one["ordinals"])) for one in values["cells"]
+        ]
+        results.append(JobResult(**values))
     return results
 
 
@@ -168,6 +210,11 @@ def _in_our_words(error: Exception, config_name: str) -> UsageError:
         if isinstance(one, OmegaConfBaseException) and key:
             return _bad_key(str(key), one, config_name)
     text = _first_line(error)
+    if text.startswith("Ambiguous value"):
+        return UsageError(
+            "a value with commas names several runs: add -m, or write a list in brackets, "
+            "for instance length=[4096,8192]."
+        )
     match = re.match(r"Could not override '([^']+)'", text)
     if match:
         return _unknown_key(match[1], config_name)
@@ -196,6 +243,8 @@ def _bad_key(key: str, error: OmegaConfBaseException, config_name: str) -> Usage
 
 
 def _unknown_key(key: str, config_name: str) -> UsageError:
+    if "backend=custom" in sys.argv and key.startswith("backend."):
+        return UsageError(f"unknown key {key}: write +{key}=VALUE, since no file lists it.")
     known = _known_keys(config_name)
     # A dotted key belongs to one group: listing that group's keys says more than listing all.
     prefix = key.rpartition(".")[0]

@@ -90,7 +90,7 @@ class Cell:
         tokenizer: as the user named it; the model's where they named none.
         backend: name of the configuration.
         backend_settings: the composed backend configuration, `_target_` included.
-        model: name of the configuration.
+        model: what tables call it.
         model_path: folder or hub name, as the user gave it (`package:probe` for ours).
         good_length_tokens: up to where the model is known to be good, or None.
         device: "cpu", "cuda" or "cuda:N".
@@ -235,6 +235,17 @@ def _expand(entry: Any) -> Sequence[int]:
     )
 
 
+def as_indices(ordinals: Sequence[int]) -> list[str]:
+    """Return ascending ordinals as one would type them: "7" or "0-19"."""
+    runs: list[list[int]] = []
+    for one in ordinals:
+        if runs and one == runs[-1][-1] + 1:
+            runs[-1][1:] = [one]
+        else:
+            runs.append([one])
+    return ["-".join(str(end) for end in run) for run in runs]
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(str(one) for one in value) + "]"
@@ -324,6 +335,11 @@ def model_path(config: DictConfig) -> str:
 MODEL_KEYS = ("path", "good_length_tokens")
 
 
+def model_name(choice: str, path: str) -> str:
+    """Return what tables call a model: its configuration's name, or of your own the folder's."""
+    return choice if choice != "local" else Path(path).name or path
+
+
 def check_keys(config: DictConfig, schema: type[DataConfig]) -> None:
     """Refuse keys that `+key=value` added and nothing reads.
 
@@ -346,7 +362,10 @@ def check_data_keys(config: DictConfig) -> None:
 
 
 def cells(
-    config: DictConfig, choices: dict[str, str], overrides: list[str], sweep: bool = False
+    config: DictConfig,
+    choices: dict[str, str],
+    overrides: list[str],
+    swept: Sequence[str] | None = None,
 ) -> list[Cell]:
     """Turn a composed configuration into the runs it names, one a length.
 
@@ -354,7 +373,7 @@ def cells(
         config: the composed RunConfig.
         choices: Hydra's choice for each config group.
         overrides: the user's overrides, `key=value`, groups included.
-        sweep: whether this is one job of a multirun, whose `out` holds one folder a job.
+        swept: for one job of a multirun, the keys that vary; its `out` holds one folder a job.
 
     Raises:
         UsageError: a value is out of range or names nothing known.
@@ -371,7 +390,7 @@ def cells(
     path = model_path(config)
     tokenizer = tokenizer_name(config)
     device = resolve_device(config.device)
-    folder = _result_folder(config, choices, overrides, lengths, sweep)
+    folder = _result_folder(config, choices, overrides, lengths, swept)
     return [
         Cell(
             task=spec,
@@ -382,7 +401,7 @@ def cells(
             tokenizer=tokenizer,
             backend=choices["backend"],
             backend_settings=backend_settings,
-            model=choices["model"],
+            model=model_name(choices["model"], path),
             model_path=path,
             good_length_tokens=config.model.good_length_tokens,
             device=device,
@@ -405,16 +424,18 @@ def _result_folder(
     choices: dict[str, str],
     overrides: list[str],
     lengths: Sequence[int],
-    sweep: bool,
+    swept: Sequence[str] | None,
 ) -> Path:
     """Name the folder after everything that changes results, so that no two runs share one."""
-    if config.out is not None and not sweep:
+    if config.out is not None and swept is None:
         return Path(config.out)
+    swept = swept or ()
     joined = "-".join(str(length) for length in lengths)
     parts = [choices["task"], choices["backend"], choices["model"], joined]
     for override in sorted(overrides):
         key, _, value = override.lstrip("+~").partition("=")
-        if not (key in GROUPS_IN_FOLDER_NAME or key in KEYS_WITHOUT_RESULTS or is_secret_key(key)):
+        quiet = KEYS_WITHOUT_RESULTS - set(swept)
+        if not (key in GROUPS_IN_FOLDER_NAME or key in quiet or is_secret_key(key)):
             parts.append(_folder_part(key, value))
     return Path(config.out or "results") / _short("_".join(parts))
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from ruler_bench.config import Cell
 from ruler_bench.journal import read_run
 from ruler_bench.records import Record
+from ruler_bench.run import check_cell
 
 
 def describe_cell(cell: Cell) -> str:
-    """Return lines for a person: how many requests, of which size, into which folder."""
+    """Return lines for a person: how many requests, of which size, into which folder.
+
+    Raises:
+        UsageError: a setting is wrong, as far as that shows without starting the engine.
+    """
+    check_cell(cell)
     run = read_run(cell.folder)
     records = [] if run is None else run.records
     done = {one.ordinal for one in records if one.error is None} & set(cell.ordinals)
@@ -25,11 +31,7 @@ def describe_cell(cell: Cell) -> str:
 
 
 def _expected_time(missing: int, records: list[Record]) -> str:
-    seconds = [
-        one.ttft_seconds + (one.decode_seconds or 0.0)
-        for one in records
-        if one.ttft_seconds is not None
-    ]
+    seconds = [one.total_seconds for one in records if one.total_seconds is not None]
     if not missing:
         return "none, all is recorded"
     if not seconds:

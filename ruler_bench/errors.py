@@ -23,3 +23,8 @@ def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UsageError:
     close = nearest(name, names)
     hint = f" Did you mean {close!r}?" if close else ""
     return UsageError(f"unknown {what} {name!r}.{hint} Allowed: {', '.join(names)}.")
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.utils import get_object
 from omegaconf import MISSING
 
 from backends.base import HARNESS_ARGUMENTS, Backend
-from ruler_bench.errors import UsageError, unknown_name
+from ruler_bench.errors import UsageError, one_line, unknown_name
 
 TARGET = "_target_"
+METHODS = ("generate", "describe", "close")
 
 # Hydra logs what it also raises; the user is told once.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
@@ -34,10 +36,11 @@ def backend_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     try:
         found: Callable[..., Backend] = get_object(target)
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = error.__cause__ or error
         raise UsageError(
-            f"backend._target_={target}: cannot be imported ({reason}). Check the name, and that "
-            "its package is installed."
+            f"backend._target_={target}: cannot be imported ({type(reason).__name__}: "
+            f"{one_line(reason)}). Check the name; its module must lie in the folder you run in, "
+            "on PYTHONPATH, or be installed."
         ) from error
     return found
 
@@ -65,11 +68,33 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     for key in settings:
         if key != TARGET and key not in names:
             raise _unknown_setting(key, names, settings[TARGET])
+    _check_types(factory, settings)
     required = [one.name for one in parameters if one.default is inspect.Parameter.empty]
     for name in required:
         if name not in settings and name not in HARNESS_ARGUMENTS:
             raise UsageError(f"backend.{name} is missing: {settings[TARGET]} needs it.")
     return factory
+
+
+def _check_types(factory: Callable[..., Backend], settings: dict[str, Any]) -> None:
+    """Check values against plain annotations: int, float, bool and str, also with None.
+
+    Others, and annotations that cannot be resolved, are left to the constructor.
+    """
+    try:
+        function = factory.__init__ if inspect.isclass(factory) else factory
+        hints = get_type_hints(function)
+    except (NameError, TypeError, AttributeError):
+        return
+    for key, value in settings.items():
+        hint = hints.get(key)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if key == TARGET or not set(kinds) <= {int, float, bool, str, NoneType}:
+            continue
+        if type(value) in kinds or (type(value) is int and float in kinds):
+            continue
+        allowed = " or ".join("null" if one is NoneType else one.__name__ for one in kinds)
+        raise UsageError(f"backend.{key}={value}: must be {allowed}.")
 
 
 def _unknown_setting(key: str, names: set[str], target: str) -> UsageError:
@@ -88,7 +113,9 @@ def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
             parameter and the user did not set it.
 
     Raises:
-        UsageError, ConfigurationError: a setting is unknown or cannot be honoured.
+        UsageError, ConfigurationError: a setting is unknown or cannot be honoured, or what was
+            built is no backend.
+        Exception: whatever else the constructor raised.
     """
     factory = checked_factory(settings)
     names = inspect.signature(factory).parameters
@@ -96,4 +123,11 @@ def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
     for key, value in harness.items():
         if key in names and arguments.get(key) is None:
             arguments[key] = value
-    return factory(**arguments)
+    backend = factory(**arguments)
+    missing = [name for name in METHODS if not callable(getattr(backend, name, None))]
+    if missing:
+        raise UsageError(
+            f"backend._target_={settings[TARGET]}: is no backend, it has no method "
+            f"{' and no method '.join(missing)}; backends/base.py says what each one does."
+        )
+    return backend

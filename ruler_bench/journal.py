@@ -10,13 +10,11 @@ from typing import Any
 
 from backends.base import Backend
 from ruler_bench import device, manifest, model_files
-from ruler_bench.config import Cell, portable_path, shareable
+from ruler_bench.config import Cell, as_indices, portable_path, shareable
 from ruler_bench.errors import UsageError
 from ruler_bench.records import Record, RecordWriter, read_records, repair_last_line
 from ruler_bench.report import Run
 from ruler_bench.tasks import DataSpec
-
-ERROR_LOG = "errors.log"
 
 
 class Journal:
@@ -68,6 +66,7 @@ class Journal:
             "command": manifest.command(),
             "started": manifest.now(),
             "finished": None,
+            "indices": as_indices(cell.ordinals),
             "lives": [],
         }
 
@@ -119,14 +118,20 @@ class Journal:
         ]
         self._records.append(record)
 
-    def log_error(self, ordinal: int) -> None:
-        """Keep the traceback of the error in hand; the record has its message only."""
-        with (self.folder / ERROR_LOG).open("a") as file:
-            file.write(f"{manifest.now()} ordinal {ordinal}\n{traceback.format_exc()}\n")
+    @property
+    def error_log(self) -> Path:
+        """Where tracebacks are kept; records have one line only."""
+        return self.folder / manifest.ERROR_LOG
+
+    def log_error(self, where: str) -> None:
+        """Keep the traceback of the error in hand."""
+        with self.error_log.open("a") as file:
+            file.write(f"{manifest.now()} {where}\n{traceback.format_exc()}\n")
 
     def close(self, ordinals: Sequence[int]) -> Run:
         """Close the record file and return the records of the samples that were asked for."""
         self._writer.close()
+        self.manifest["indices"] = as_indices(ordinals)
         chosen = set(ordinals)
         records = [one for one in self._records if one.ordinal in chosen]
         return Run(
@@ -134,8 +139,12 @@ class Journal:
         )
 
 
-def read_run(folder: Path) -> Run | None:
+def read_run(folder: Path, ordinals: Sequence[int] | None = None) -> Run | None:
     """Return what a run folder holds, or None where no run has begun.
+
+    Args:
+        folder: of one cell.
+        ordinals: only these samples; None for all.
 
     Raises:
         UsageError: manifest or records are damaged.
@@ -143,4 +152,6 @@ def read_run(folder: Path) -> Run | None:
     found = manifest.read_manifest(folder)
     if found is None:
         return None
-    return Run(manifest=found, records=read_records(folder / manifest.RECORDS))
+    records = read_records(folder / manifest.RECORDS)
+    chosen = None if ordinals is None else set(ordinals)
+    return Run(found, [one for one in records if chosen is None or one.ordinal in chosen])

@@ -20,6 +20,7 @@ from ruler_bench.errors import UsageError
 
 FORMAT_VERSION = 1
 MANIFEST, RECORDS, LOCK = "manifest.json", "records.jsonl", ".lock"
+ERROR_LOG = "errors.log"
 REPORTED_PACKAGES = (
     "ruler-bench",
     "torch",
@@ -54,9 +55,13 @@ def command() -> list[str]:
     arguments = ["python", "-m", "ruler_bench"]
     for argument in sys.argv[1:]:
         key, equals, value = argument.partition("=")
+        if key.lstrip("+").startswith("hydra."):
+            continue  # the harness's own, such as where a sweep keeps its jobs
         if equals and is_secret_key(key):
             value = "(not written down)"
-        arguments.append(key + equals + portable_path(value) if equals else portable_path(key))
+        # A sweep's value may be several paths.
+        value = ",".join(portable_path(one) for one in value.split(","))
+        arguments.append(f"{key}={value}" if equals else portable_path(key))
     return arguments
 
 
@@ -166,7 +171,7 @@ def _remove_if_unused(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-RUN_FILES = (MANIFEST, RECORDS, "report.md", "summary.csv")
+RUN_FILES = (MANIFEST, RECORDS, ERROR_LOG, "report.md", "summary.csv")
 RUN_FOLDERS = ("predictions",)
 
 

@@ -103,6 +103,12 @@ def max_positions(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def vocabulary_size(folder: Path) -> int | None:
+    """Return vocab_size, or None where the config does not say."""
+    found = read_json(folder / "config.json").get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
 def fingerprint(folder: Path) -> str:
     """Return a hash that changes when the model does, without reading gigabytes.
 

@@ -38,6 +38,7 @@ class Record:
         score: 0 to 100 by the task's rule; None where the sample failed in the engine.
         correct: score == 100.
         error: what failed in the engine, on one line.
+        total_seconds: the whole call, as the harness measured it.
         ttft_seconds, decode_seconds: to the first token, and from there to the last.
         bytes_up, bytes_down: KV bytes copied to the device and from it.
         peak_device_bytes: peak device memory; on a CPU the cache's own buffers.
@@ -65,6 +66,7 @@ class Record:
     score: float | None = None
     correct: bool | None = None
     error: str | None = None
+    total_seconds: float | None = None
     ttft_seconds: float | None = None
     decode_seconds: float | None = None
     bytes_up: int | None = None

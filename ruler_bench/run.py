@@ -6,16 +6,17 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.base import Backend, Generation, Request, RequestError
+from backends.base import Backend, ConfigurationError, Generation, Request, RequestError
 from ruler_bench import manifest, model_files
 from ruler_bench.config import Cell
-from ruler_bench.errors import UsageError
+from ruler_bench.errors import UsageError, one_line
 from ruler_bench.host import checked_factory, start_backend
 from ruler_bench.journal import Journal
 from ruler_bench.progress import Progress
@@ -67,9 +68,7 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
     Raises:
         UsageError, ConfigurationError: a setting is wrong; nothing was run.
     """
-    model = model_files.model_folder(cell.model_path)
-    check_positions(cell, model)
-    checked_factory(cell.backend_settings)
+    model = check_cell(cell)
     counter, encoder = load_tokenizers(cell, model)
     data = DataSpec(
         task=cell.task,
@@ -96,6 +95,21 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
     if status == OK and any(record.error for record in run.records):
         status = SAMPLE_ERRORS
     return Outcome(status, run)
+
+
+def check_cell(cell: Cell) -> Path:
+    """Check what can be checked before data are made and the engine is started.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        UsageError: the model, its length or a setting of the backend is wrong.
+    """
+    model = model_files.model_folder(cell.model_path)
+    check_positions(cell, model)
+    checked_factory(cell.backend_settings)
+    return model
 
 
 def load_tokenizers(cell: Cell, model: Path) -> tuple[Tokenizer, Tokenizer]:
@@ -143,7 +157,14 @@ def check_positions(cell: Cell, model: Path) -> None:
 
 
 def check_tokens(bench: Bench) -> None:
-    """Refuse prompts that the model's own tokenizer makes longer than its positions."""
+    """Refuse prompts that the model cannot take: too long, or of another vocabulary."""
+    vocabulary = model_files.vocabulary_size(bench.model)
+    largest = max(max(one.prompt_token_ids) for one in bench.questions.values())
+    if vocabulary is not None and largest >= vocabulary:
+        raise UsageError(
+            f"the tokenizer gives token {largest}, the model {bench.cell.model} has a vocabulary "
+            f"of {vocabulary}: they do not belong together; name the model's own tokenizer."
+        )
     positions = model_files.max_positions(bench.model)
     needed = bench.harness_arguments()["max_model_len"]
     if positions is not None and needed > positions:
@@ -183,18 +204,52 @@ def run_stream(bench: Bench, stream: Stream) -> None:
     done = [one for one in journal.finished(stream.arm) if one.ordinal in bench.questions]
     steps_done = {record.step for record in done}
     pending = [step for step in stream.steps if step.step not in steps_done]
+    title = f"{cell.task.name} {cell.length} {cell.backend}"
     if not pending:
+        print(f"{title}: all {len(stream.steps)} samples are recorded", file=sys.stderr)
         return
-    backend = start_backend(cell.backend_settings, bench.harness_arguments())
+    backend = start_engine(bench)
     try:
         life = journal.begin_life(stream.arm, backend)
-        title = f"{cell.task.name} {cell.length} {cell.backend} {stream.arm}"
         with Progress(title, total=len(stream.steps), done=done) as progress:
             for record in serve(bench, backend, stream.arm, life, pending):
                 journal.append(record)
                 progress.add(record)
     finally:
+        close_engine(bench, backend)
+
+
+def start_engine(bench: Bench) -> Backend:
+    """Build the engine.
+
+    Raises:
+        UsageError, ConfigurationError: a setting is wrong, or the constructor failed.
+    """
+    settings = bench.cell.backend_settings
+    try:
+        return start_backend(settings, bench.harness_arguments())
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        bench.journal.log_error("at the start of the engine")
+        raise UsageError(
+            f"backend._target_={settings['_target_']}: the engine could not be built "
+            f"({type(error).__name__}: {one_line(error)}); the traceback is in "
+            f"{bench.journal.error_log}."
+        ) from error
+
+
+def close_engine(bench: Bench, backend: Backend) -> None:
+    """Close the engine; one that fails at it has still answered."""
+    try:
         backend.close()
+    except Exception as error:
+        bench.journal.log_error("at the end of the engine")
+        print(
+            f"warning: the engine failed to close ({type(error).__name__}: {one_line(error)}); "
+            f"the traceback is in {bench.journal.error_log}.",
+            file=sys.stderr,
+        )
 
 
 def serve(
@@ -234,14 +289,15 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
         max_new_tokens=sample.tokens_to_generate,
         stop_token_ids=bench.stop_token_ids,
     )
+    started = time.perf_counter()
     try:
         generation = backend.generate(request)
+        known["total_seconds"] = time.perf_counter() - started
         output = output_text(generation, request, bench.tokenizer)
-    except RequestError as error:
-        return Record(**known, error=one_line(error))
     except Exception as error:
         # An engine under test may fail in any way; that is a finding, not the harness's end.
-        bench.journal.log_error(sample.ordinal)
+        if not isinstance(error, RequestError):
+            bench.journal.log_error(f"ordinal {sample.ordinal}")
         return Record(**known, error=f"{type(error).__name__}: {one_line(error)}")
     if generation.prompt_tokens is not None:
         known["prompt_tokens"] = generation.prompt_tokens
@@ -279,11 +335,6 @@ def output_text(generation: Generation, request: Request, tokenizer: Tokenizer) 
     if ids and ids[-1] in request.stop_token_ids:
         ids.pop()
     return tokenizer.decode(ids)
-
-
-def one_line(error: Exception) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> None:

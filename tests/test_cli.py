@@ -1,5 +1,6 @@
 """The command line: what a user gets for each kind of bad input, and for sweeps."""
 
+import csv
 import json
 
 import pytest
@@ -49,6 +50,7 @@ BAD_LINES = {
     "tokenizer=/no/such/folder": "/no/such/folder",
     "backend.script=/no/such/file": "/no/such/file",
     "a=b=c=[": "cannot be read",
+    "length=4096,8192": "add -m, or write a list in brackets",
     "backend=custom": "backend._target_ is missing",
     "backend._target_=collections.OrderedDict": "is no class or function whose parameters",
     "backend._target_=sys.maxsize": "is no class or function whose parameters",
@@ -117,6 +119,37 @@ def test_a_list_of_lengths_gives_one_subfolder_each(cli, workdir):
     assert {name.rpartition("/")[2] for name in names} == {"1024", "2048"}
 
 
+def test_the_joined_table_is_about_the_samples_that_were_asked_for(cli, workdir):
+    assert cli(*ORACLE[:3], "num_samples=4").status == 0
+    finished = cli("-m", "task=niah_single_1,niah_multikey_2", *ORACLE[:3], "indices=[0,3]")
+    assert finished.status == 0, finished.err
+    (joined,) = workdir.glob("results/.sweeps/*/summary.csv")
+    with joined.open() as file:
+        assert [row["samples"] for row in csv.DictReader(file)] == ["2", "2"]
+
+
+def test_a_sweep_over_any_key_keeps_the_cells_apart_and_tells_them_apart(cli, workdir):
+    finished = cli("-m", "threads=1,2", "num_samples=1,2", *ORACLE[:3])
+    assert finished.status == 0, finished.err
+    assert len(list(workdir.glob("results/niah*/records.jsonl"))) == 4
+    (joined,) = workdir.glob("results/.sweeps/*/report.md")
+    assert "threads=2" in joined.read_text()
+
+
+def test_a_job_that_did_not_run_is_named_at_the_end(cli):
+    finished = cli("-m", "length=64,1024", *ORACLE[:2], "num_samples=1")
+    assert finished.status == 2
+    assert "Did not run: length=64 backend=oracle" in finished.out
+    assert "length=64" in finished.out.splitlines()[-1]
+
+
+def test_one_bad_length_of_a_list_does_not_stop_the_others(cli, workdir):
+    finished = cli("length=[64,1024]", *ORACLE[:2], "num_samples=1")
+    assert finished.status == 2
+    assert "length=64" in finished.err
+    assert len(list(workdir.rglob("records.jsonl"))) == 1
+
+
 def test_dry_run_runs_nothing(cli, workdir):
     finished = cli(*ORACLE, "dry_run=true")
     assert finished.status == 0
@@ -165,6 +198,8 @@ from backends.base import Generation
 class Parrot:
     def __init__(self, *, phrase: str = "42", length_tokens: int = 1) -> None:
         self.phrase = phrase
+        if phrase == "explode":
+            raise RuntimeError("no GPU driver")
 
     def generate(self, request):
         return Generation(text=self.phrase, finish_reason="stop")
@@ -173,13 +208,27 @@ class Parrot:
         return {"phrase": self.phrase}
 
     def close(self):
-        pass
+        if self.phrase == "cling":
+            raise RuntimeError("cannot let go")
+
+class Mute:
+    def generate(self, request):
+        return None
+
+class Odd(Parrot):
+    def generate(self, request):
+        return {"what": "ever"}
 """
 
 
-def test_an_engine_of_your_own_is_a_class_by_name(cli, workdir, monkeypatch):
+@pytest.fixture
+def parrots(workdir, monkeypatch):
+    """A module of somebody's in the folder where the command runs."""
     (workdir / "parrots.py").write_text(ENGINE)
     monkeypatch.syspath_prepend(workdir)
+
+
+def test_an_engine_of_your_own_is_a_class_by_name(cli, workdir, parrots):
     mine = ("backend=custom", "backend._target_=parrots.Parrot", *ORACLE[1:], "out=here")
     finished = cli(*mine, "+backend.phrase=hello")
     assert finished.status == 0, finished.err
@@ -189,6 +238,9 @@ def test_an_engine_of_your_own_is_a_class_by_name(cli, workdir, monkeypatch):
     held = json.loads((workdir / "here" / "manifest.json").read_text())
     assert held["backend_in_force"] == {"phrase": "hello"}
 
+    plus = cli(*mine, "backend.phrase=hello")
+    assert plus.status == 2
+    assert "write +backend.phrase=VALUE" in plus.err
     typo = cli(*mine, "+backend.frase=hello")
     assert typo.status == 2
     assert "Did you mean 'backend.phrase'?" in typo.err
@@ -213,3 +265,30 @@ def test_templates_reach_the_prompt(cli, workdir, template):
     opening = {"chat": "<|user|>", "meta-llama3": "<|begin_of_text|>", "RWKV": "User: hi"}
     assert prompt.startswith(opening[template])
     assert prompt.rstrip().endswith("is")
+
+
+@pytest.mark.parametrize(
+    ("target", "setting", "message"),
+    [
+        ("Parrot", "+backend.phrase=explode", "could not be built (RuntimeError: no GPU driver)"),
+        ("Parrot", "+backend.length_tokens=abc", "backend.length_tokens=abc: must be int"),
+        ("Mute", "num_samples=1", "no method describe and no method close"),
+    ],
+)
+@pytest.mark.usefixtures("parrots")
+def test_an_engine_that_cannot_start_is_one_line(cli, target, setting, message):
+    finished = cli("backend=custom", f"backend._target_=parrots.{target}", *ORACLE[1:], setting)
+    assert finished.status == 2
+    assert message in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_an_engine_that_misbehaves_is_recorded_and_shown(cli, workdir, parrots):
+    mine = ("backend=custom", *ORACLE[1:])
+    finished = cli(*mine, "backend._target_=parrots.Odd", "out=odd")
+    assert finished.status == 1
+    assert "2 errors in the engine" in finished.out
+    assert "AttributeError" in (workdir / "odd" / "errors.log").read_text()
+    finished = cli(*mine, "backend._target_=parrots.Parrot", "+backend.phrase=cling", "out=cling")
+    assert finished.status == 0
+    assert "warning: the engine failed to close" in finished.err

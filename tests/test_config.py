@@ -11,9 +11,9 @@ from ruler_bench.errors import UsageError
 CHOICES = {"task": "niah_single_1", "backend": "oracle", "model": "probe"}
 
 
-def folder(overrides, sweep=False, out=None, lengths=(4096,)):
+def folder(overrides, swept=None, out=None, lengths=(4096,)):
     values = OmegaConf.create({"out": out})
-    return config._result_folder(values, CHOICES, overrides, lengths, sweep)
+    return config._result_folder(values, CHOICES, overrides, lengths, swept)
 
 
 def test_the_folder_names_task_backend_model_and_length():
@@ -32,6 +32,13 @@ def test_common_settings_make_readable_names():
         "niah_single_1_oracle_probe_4096_backend.num_gpu_blocks-2_model.path-llama~"
     )
     assert name.endswith("_seed-7")
+
+
+def test_a_sweep_names_every_key_that_it_varies():
+    jobs = [["threads=1", "num_samples=5"], ["threads=2", "num_samples=5"]]
+    first, second = (folder(one, swept=["threads"]) for one in jobs)
+    assert first.name.endswith("_threads-1")
+    assert second.name.endswith("_threads-2")
 
 
 values = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=300)
@@ -61,6 +68,13 @@ def test_ordinals_are_read_as_written(chosen):
     for one in expected:
         entries.append(f"{one}-{one}" if one % 3 == 0 else one)
     assert config.parse_ordinals(entries, 20) == tuple(expected)
+
+
+@given(st.sets(st.integers(0, 60), min_size=1, max_size=30))
+def test_ordinals_written_as_indices_read_back(chosen):
+    entries = config.as_indices(sorted(chosen))
+    read = [int(one) if one.isdigit() else one for one in entries]
+    assert config.parse_ordinals(read, 1) == tuple(sorted(chosen))
 
 
 def test_ranges_include_both_ends():

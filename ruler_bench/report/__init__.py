@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ruler_bench.report.markdown import write_reports
+from ruler_bench.report.markdown import failures_summary, write_reports
 from ruler_bench.report.predictions import write_predictions
 from ruler_bench.report.rows import Row, Run, build_row, build_rows
 from ruler_bench.report.tables import terminal_table
@@ -12,6 +12,7 @@ __all__ = [
     "Run",
     "build_row",
     "build_rows",
+    "failures_summary",
     "terminal_table",
     "write_predictions",
     "write_reports",

@@ -19,7 +19,9 @@ MANIFEST_KEYS_LEFT_OUT = frozenset({"format_version", "lives"})
 LEGEND = (
     "Score, correct and interval are over finished samples; errors are samples that failed in the "
     "engine and are not counted as wrong. Nulls are empty outputs, truncated ones were ended by "
-    "the token limit. Bytes up and down are KV cache copied to the device and from it."
+    "the token limit. Engines: how many were started to answer these samples, 1 for an unbroken "
+    "run. Bytes up and down are KV cache copied to the device and from it. Peak device memory is "
+    "that of the whole device on a GPU, and of the cache's own device-side buffers on a CPU."
 )
 
 ALL_RIGHT = "None: every sample was answered with full score."
@@ -130,6 +132,17 @@ def _failures(run: Run, row: Row) -> Iterator[str]:
                 for one in errors[:LISTED_SAMPLES]
             ],
         )
+
+
+def failures_summary(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a line for each run in which samples failed in the engine, with the first message."""
+    for run, row in zip(runs, build_rows(runs), strict=True):
+        errors = [record for record in run.records if record.error is not None]
+        if errors:
+            yield (
+                f"{row.task} {row.length_tokens} {row.backend}: {len(errors)} errors in the engine;"
+                f" ordinal {errors[0].ordinal}: {visible(errors[0].error or '')}"
+            )
 
 
 def _found(what: str, records: Sequence[Record]) -> str:

@@ -27,6 +27,7 @@ class Row:
     Attributes:
         task, length_tokens, backend, model, arm: which run.
         settings: other settings in which it differs from a run beside it, as one would type them.
+        engines: how many engines answered these samples, 1 for an unbroken run.
         samples: finished samples; everything but `errors` is about these.
         correct: samples with full score.
         score: RULER's, 0 to 100, two decimals.
@@ -35,7 +36,7 @@ class Row:
         errors: samples that failed in the engine, not counted as wrong.
         nulls: empty outputs.
         truncated: outputs that the token limit ended.
-        seconds_per_sample: mean time from request to last token.
+        seconds_per_sample: mean time of a whole request, measured by the harness.
         ttft_seconds: mean time to first token.
         decode_tokens_per_second: tokens after the first, over the time they took.
         bytes_up_per_sample, bytes_down_per_sample: mean KV bytes copied to and from the device.
@@ -48,6 +49,7 @@ class Row:
     model: str
     arm: str | None
     settings: str
+    engines: int
     samples: int
     correct: int
     score: float | None
@@ -119,6 +121,7 @@ def build_row(run: Run, settings: str = "") -> Row:
         model=run.manifest["model"],
         arm=run.records[0].arm if run.records else None,
         settings=settings,
+        engines=len({record.life for record in run.records}),
         samples=len(records),
         correct=sum(bool(record.correct) for record in records),
         score=_score(run.manifest["metric"], outputs, records),
@@ -128,7 +131,7 @@ def build_row(run: Run, settings: str = "") -> Row:
         errors=len(run.records) - len(records),
         nulls=sum(is_null(output) for output in outputs),
         truncated=sum(record.finish_reason == "length" for record in records),
-        seconds_per_sample=_mean(_total_seconds(record) for record in records),
+        seconds_per_sample=_mean(record.total_seconds for record in records),
         ttft_seconds=_mean(record.ttft_seconds for record in records),
         decode_tokens_per_second=_decode_rate(records),
         bytes_up_per_sample=_mean(record.bytes_up for record in records),
@@ -141,12 +144,6 @@ def _score(metric: str, outputs: Sequence[str], records: Sequence[Record]) -> fl
     if not records:
         return None
     return cell_score(metric, outputs, [record.expected for record in records])
-
-
-def _total_seconds(record: Record) -> float | None:
-    if record.ttft_seconds is None:
-        return None
-    return record.ttft_seconds + (record.decode_seconds or 0.0)
 
 
 def _decode_rate(records: Sequence[Record]) -> float | None:

@@ -35,6 +35,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "model": lambda row: row.model,
     "arm": lambda row: row.arm or "-",
     SETTINGS: lambda row: row.settings or "-",
+    "engines": lambda row: str(row.engines),
     "samples": lambda row: str(row.samples),
     "correct": lambda row: str(row.correct),
     "score": lambda row: human_number(row.score, 2),
@@ -47,7 +48,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "decode tokens/s": lambda row: human_number(row.decode_tokens_per_second, 1),
     "up per sample": lambda row: human_bytes(row.bytes_up_per_sample),
     "down per sample": lambda row: human_bytes(row.bytes_down_per_sample),
-    "peak memory": lambda row: human_bytes(row.peak_device_bytes),
+    "peak device memory": lambda row: human_bytes(row.peak_device_bytes),
 }
 """What people read: title and text of each column, in order."""
 

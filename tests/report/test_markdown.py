@@ -44,7 +44,7 @@ def test_a_run_without_failures(record, run, tmp_path):
         "Settings in force",
     ]
     assert table[0] == [title for title in COLUMNS if title != SETTINGS]
-    assert table[1][5:9] == ["2", "2", "100.00", "34.2 to 100.0"]
+    assert table[1][5:10] == ["1", "2", "2", "100.00", "34.2 to 100.0"]
     for line in (
         "config.backend.num_gpu_blocks = 4",
         "config.arms = []",

@@ -31,14 +31,28 @@ def test_costs(record, run):
     more = {"bytes_up": 300, "bytes_down": 30, "peak_device_bytes": 5}
     row = build_row(
         run(
-            record(0, output_tokens=(5,) * 11, ttft_seconds=1.0, decode_seconds=2.0, **costs),
-            record(1, output_tokens=(5,) * 21, ttft_seconds=3.0, decode_seconds=3.0, **more),
-            record(2, output_tokens=(5,), ttft_seconds=2.0, decode_seconds=0.0),
+            record(
+                0,
+                output_tokens=(5,) * 11,
+                ttft_seconds=1.0,
+                decode_seconds=2.0,
+                total_seconds=3.5,
+                **costs,
+            ),
+            record(
+                1,
+                output_tokens=(5,) * 21,
+                ttft_seconds=3.0,
+                decode_seconds=3.0,
+                total_seconds=6.5,
+                **more,
+            ),
+            record(2, output_tokens=(5,), ttft_seconds=2.0, decode_seconds=0.0, total_seconds=2.0),
             record(3, error="failed", ttft_seconds=99.0),
         )
     )
     assert row.ttft_seconds == pytest.approx(2.0)
-    assert row.seconds_per_sample == pytest.approx((3 + 6 + 2) / 3)
+    assert row.seconds_per_sample == pytest.approx((3.5 + 6.5 + 2) / 3)
     assert row.decode_tokens_per_second == pytest.approx((10 + 20) / 5)
     assert (row.bytes_up_per_sample, row.bytes_down_per_sample) == (200, 20)
     assert row.peak_device_bytes == 7

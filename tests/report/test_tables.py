@@ -87,6 +87,7 @@ def test_the_markdown_table_reads_back(record, run, names):
 
 def costs():
     return {
+        "total_seconds": 1.75,
         "ttft_seconds": 0.25,
         "decode_seconds": 1.5,
         "output_tokens": (1,) * 16,
