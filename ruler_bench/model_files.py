@@ -79,49 +79,96 @@ def read_json(path: Path) -> dict[str, Any]:
         UsageError: the file holds something else.
     """
     try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON file ({error}).") from error
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is no JSON file ({_first_line(error)}); correct it or copy the model anew."
+        ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path} holds no JSON object.")
+        raise UsageError(f"{path} holds no JSON object; correct it or copy the model anew.")
     return values
 
 
 def stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the end-of-text ids: those of generation_config.json, else of config.json."""
+    """Return the end-of-text ids: those of generation_config.json, else of config.json.
+
+    Raises:
+        UsageError: eos_token_id is neither a token id nor a list of them.
+    """
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             found = read_json(folder / name).get("eos_token_id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
+                return _token_ids(folder / name, found)
     return ()
 
 
+def _token_ids(path: Path, found: Any) -> tuple[int, ...]:
+    ids = found if isinstance(found, list) else [found]
+    if not all(type(one) is int and one >= 0 for one in ids):  # a bool is an int too
+        raise UsageError(
+            f"{path}: eos_token_id={json.dumps(found)} is wrong; write a token id (an integer from "
+            "0), a list of token ids, or null."
+        )
+    return tuple(ids)
+
+
 def max_positions(folder: Path) -> int | None:
-    """Return max_position_embeddings, or None where the config does not say."""
-    found = read_json(folder / "config.json").get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    """Return max_position_embeddings, or None where the config does not say.
+
+    Raises:
+        UsageError: it is no integer from 1.
+    """
+    return _size(folder / "config.json", "max_position_embeddings")
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """Return vocab_size, or None where the config does not say."""
-    found = read_json(folder / "config.json").get("vocab_size")
-    return found if isinstance(found, int) else None
+    """Return vocab_size, or None where the config does not say.
+
+    Raises:
+        UsageError: it is no integer from 1.
+    """
+    return _size(folder / "config.json", "vocab_size")
+
+
+def _size(path: Path, key: str) -> int | None:
+    found = read_json(path).get(key)
+    if found is None or (type(found) is int and found >= 1):  # a bool is an int too
+        return found
+    raise UsageError(
+        f"{path}: {key}={json.dumps(found)} is wrong; write an integer of at least 1, or leave "
+        "the key out."
+    )
 
 
 def fingerprint(folder: Path) -> str:
     """Return a hash that changes when the model does, without reading gigabytes.
 
     Covers the configuration, and of each weights file its name, size, first and last MiB.
+
+    Raises:
+        UsageError: what is named like a weights file cannot be read as one.
     """
     digest = hashlib.sha256()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     for path in sorted(one for pattern in WEIGHT_PATTERNS for one in folder.glob(pattern)):
+        _hash_edges(digest, path)
+    return digest.hexdigest()[:16]
+
+
+def _hash_edges(digest: hashlib._Hash, path: Path) -> None:
+    if not path.is_file():
+        what = "a link to nothing" if not path.exists() else "no regular file"
+        raise UsageError(f"{path} is {what}; put the model's weights there, or remove it.")
+    try:
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(_HASHED_EDGE_BYTES))
             file.seek(max(0, path.stat().st_size - _HASHED_EDGE_BYTES))
             digest.update(file.read())
-    return digest.hexdigest()[:16]
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read ({error.strerror}); make it readable, or remove it."
+        ) from error
