@@ -15,13 +15,15 @@ from backends.base import ConfigurationError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_COPY_ANEW = "save or copy the model anew."
 
 
 class Checkpoint:
     """The tensors of a folder by name, read one at a time. Use it as a context manager.
 
     Raises:
-        ConfigurationError: the folder has no safetensors weights, or a shard is missing or broken.
+        ConfigurationError: the folder has no safetensors weights, its index is broken, or a shard
+            is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,11 +54,18 @@ class Checkpoint:
         products may round by alignment.
 
         Raises:
-            ConfigurationError: there is no such tensor, or its shape is not that of `target`.
+            ConfigurationError: there is no such tensor, it cannot be read, or its shape is not
+                that of `target`.
         """
         if name not in self._file_of:
             raise ConfigurationError(f"{self._folder}: the weights lack the tensor {name!r}.")
-        tensor = self._open(self._file_of[name]).get_tensor(name)
+        path = self._file_of[name]
+        try:
+            tensor = self._open(path).get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigurationError(
+                f"{path}: the tensor {name!r} cannot be read ({error}); {_COPY_ANEW}"
+            ) from error
         if tensor.shape != target.shape:
             raise ConfigurationError(
                 f"{self._folder}: tensor {name!r} has the shape {tuple(tensor.shape)}, but "
@@ -77,10 +86,9 @@ class Checkpoint:
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    if single.is_file():
+    if _is_there(index):
+        return {name: folder / file for name, file in _read_weight_map(index).items()}
+    if _is_there(single):
         with _open_file(single) as file:
             return dict.fromkeys(file.keys(), single)
     raise ConfigurationError(
@@ -89,10 +97,37 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     )
 
 
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, by name, as an index of shards gives it."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{index} is no JSON file ({error}); {_COPY_ANEW}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise ConfigurationError(
+            f"{index} holds no weight_map, an object with the file of each tensor; {_COPY_ANEW}"
+        )
+    return weight_map
+
+
 def _open_file(path: Path) -> Any:
+    if not _is_there(path):
+        raise ConfigurationError(
+            f"{path} is named in {INDEX_FILE} and is missing; copy it there too."
+        )
     if not path.is_file():
-        raise ConfigurationError(f"{path} is named in {INDEX_FILE} and is missing.")
+        what = "no regular file" if path.exists() else "a link to nothing"
+        raise ConfigurationError(f"{path} is {what}; {_COPY_ANEW}")
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ConfigurationError(f"{path} is not a readable safetensors file: {error}.") from error
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(
+            f"{path} is not a readable safetensors file ({error}); {_COPY_ANEW}"
+        ) from error

@@ -71,3 +71,52 @@ def test_a_tensor_that_would_be_left_out(copied):
     rewrite(copied, lambda tensors: tensors.update({name: torch.ones(16)}))
     with pytest.raises(ConfigurationError, match=r"1 tensor.* do not belong .*q_norm"):
         gpu_only(model_path=str(copied))
+
+
+def test_a_tensor_that_its_shard_lacks(save_model):
+    folder = save_model(shard_size="30KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    name = next(key for key, file in index["weight_map"].items() if file == files[0])
+    index["weight_map"][name] = files[1]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ConfigurationError, match=rf"{files[1]}: the tensor '{name}' cannot be rea"):
+        gpu_only(model_path=str(folder))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        "3",
+        "{}",
+        '{"weight_map": null}',
+        '{"weight_map": ["a"]}',
+        '{"weight_map": 3}',
+        '{"weight_map": {"model.norm.weight": 3}}',
+        '{"weight_map": {"model.norm.weight": null}}',
+    ],
+    ids=lambda content: content[:40],
+)
+def test_a_broken_index_is_one_line(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigurationError, match="save or copy the model anew") as caught:
+        Checkpoint(tmp_path)
+    assert "model.safetensors.index.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.mkdir(), lambda path: path.symlink_to(path.parent / "gone")]
+)
+def test_what_is_no_file_is_one_line(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(ConfigurationError, match="save or copy the model anew") as caught:
+        Checkpoint(tmp_path)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
