@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,29 @@ HONOURED_VALUES: dict[str, tuple[Any, ...]] = {
 A setting that is absent or null is always honoured.
 """
 
+REQUIRED_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+OPTIONAL_SIZES = ("head_dim", "sliding_window")
+"""Settings that are integers from 1; the second kind may also be absent or null."""
+
+POSITIVE_ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+
 HONOURED_ROPE_VALUES: dict[str, tuple[Any, ...]] = {
     # The types whose frequencies do not change with the length of the request.
     "rope_type": ("default", "linear", "llama3", "yarn"),
@@ -143,23 +167,26 @@ def read_shape(folder: Path) -> ModelShape:
     """Read the configuration of the model in `folder`.
 
     Raises:
-        ConfigurationError: no config.json, an architecture that is not supported, or a setting
-            that the decoder does not honour.
+        ConfigurationError: no config.json, an architecture that is not supported, a value that
+            no model can have, or a setting that the decoder does not honour.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"{folder} has no config.json, so it is not a model folder.")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
-    architecture = (raw.get("architectures") or ["none"])[0]
+    raw = _read_object(path)
+    architecture = _architecture(path, raw)
     if architecture not in FAMILIES:
         raise ConfigurationError(
             f"{path}: architecture {architecture} is not supported by this engine, which runs "
             f"{', '.join(FAMILIES)}; use backend=hf for this model."
         )
     family = FAMILIES[architecture]
+    # Before transformers, which fails on some of them in words of its own and takes others.
+    for key in (*REQUIRED_SIZES, *OPTIONAL_SIZES):
+        _check_size(path, key, raw.get(key))
+    for rope in (raw, raw.get("rope_parameters"), raw.get("rope_scaling")):
+        if isinstance(rope, dict):
+            _check_rope_numbers(path, rope)
 
     from transformers import AutoConfig  # noqa: PLC0415 (slow; bad settings fail before it)
 
@@ -173,6 +200,7 @@ def read_shape(folder: Path) -> ModelShape:
             f"{path}: model_type={config.model_type!r} does not go with architecture "
             f"{architecture}, whose model_type is {family.model_type!r}."
         )
+    _check_values(path, config)
     _refuse_what_is_not_honoured(path, config)
     frequencies, scaling = _rope(path, config)
     return ModelShape(
@@ -191,6 +219,63 @@ def read_shape(folder: Path) -> ModelShape:
         inverse_frequencies=frequencies,
         rope_scaling=scaling,
     )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} is not valid JSON: {error}; correct it or copy the model anew."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} holds no JSON object; correct it or copy the model anew.")
+    return values
+
+
+def _architecture(path: Path, raw: dict[str, Any]) -> str:
+    names = raw.get("architectures") or ["none"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise _wrong(path, "architectures", names, "a list of names")
+    return names[0]
+
+
+def _wrong(path: Path, key: str, value: Any, allowed: str) -> ConfigurationError:
+    return ConfigurationError(f"{path}: {key}={value!r} is wrong; write {allowed}.")
+
+
+def _check_size(path: Path, key: str, value: Any) -> None:
+    if value is not None and (type(value) is not int or value < 1):  # a bool is an int too
+        raise _wrong(path, key, value, "an integer of at least 1")
+
+
+def _check_number(path: Path, key: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(path, key, value, "a number above 0")
+
+
+def _check_rope_numbers(path: Path, rope: dict[str, Any]) -> None:
+    for key in POSITIVE_ROPE_NUMBERS:
+        if rope.get(key) is not None:
+            _check_number(path, key, rope[key])
+
+
+def _check_values(path: Path, config: Any) -> None:
+    """Raise ConfigurationError for a value that no model can have."""
+    for key in REQUIRED_SIZES:
+        value = getattr(config, key, None)
+        if value is None:
+            raise _wrong(path, key, value, "an integer of at least 1")
+        _check_size(path, key, value)
+    for key in OPTIONAL_SIZES:
+        _check_size(path, key, getattr(config, key, None))
+    _check_number(path, "rms_norm_eps", config.rms_norm_eps)
+    head_dim = _head_dim(config)
+    if head_dim < 2 or head_dim % 2:
+        raise ConfigurationError(
+            f"{path}: a head is {head_dim} wide; the rotary embedding needs an even width of at "
+            "least 2: correct head_dim, or hidden_size and num_attention_heads."
+        )
 
 
 def _head_dim(config: Any) -> int:
@@ -235,12 +320,28 @@ def _rope(path: Path, config: Any) -> tuple[torch.Tensor, float]:
         _refuse_unless(path, key, parameters.get(key), honoured)
     if any(isinstance(value, dict) for value in parameters.values()):  # one set a layer type
         _refuse_unless(path, "rope_parameters", parameters, ())
+    _check_number(path, "rope_theta", parameters.get("rope_theta"))
+    _check_rope_numbers(path, parameters)
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         dim = _head_dim(config)
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    frequencies, scaling = _scaled_rope(path, kind, config)
+    if not (torch.isfinite(frequencies).all() and math.isfinite(scaling)):
+        raise _wrong(path, "rope_parameters", parameters, "numbers that give finite frequencies")
+    return frequencies, scaling
+
+
+def _scaled_rope(path: Path, kind: str, config: Any) -> tuple[torch.Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
 
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    try:
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    except Exception as error:  # of many kinds, by version and type
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigurationError(
+            f"{path}: rope_parameters={config.rope_parameters} cannot be used ({reason}); correct "
+            "them after the model's own config.json."
+        ) from error
     return frequencies.float(), float(scaling)

@@ -209,7 +209,7 @@ def edited(tiny, tmp_path):
             "partial_rotary_factor=0.5",
         ),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of .*heads=3"),
-        ({"hidden_size": "wide"}, "transformers cannot read it"),
+        ({"attention_bias": "yes"}, "transformers cannot read it"),
     ],
 )
 def test_settings_that_are_not_honoured_are_refused(edited, settings, message):
