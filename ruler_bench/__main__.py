@@ -37,6 +37,9 @@ def main() -> int:
     except ConfigurationError as error:
         print_error(error)
         return USAGE_ERROR
+    except KeyboardInterrupt:
+        print("Interrupted: the same command goes on.", file=sys.stderr)
+        return INTERRUPTED
     return worst([result.status for result in results])
 
 
@@ -84,7 +87,11 @@ def job(config: DictConfig) -> JobResult:
 def _sweep() -> int:
     """Run every job of a multirun, then join their tables; its folder keeps what each job did."""
     folder = SWEEPS / f"{now().replace(':', '-').removesuffix('+00-00')}_{os.getpid()}"
-    sys.argv += [f"hydra.sweep.dir={folder}", swept_keys_override(sys.argv[1:])]
+    sys.argv += [
+        f"hydra.sweep.dir={folder}",
+        "hydra.sweep.subdir=${hydra.job.num}",
+        swept_keys_override(sys.argv[1:]),
+    ]
     interrupted = False
     try:
         run_app("config", job)

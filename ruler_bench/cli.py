@@ -11,8 +11,9 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,13 @@ def run_app(config_name: str, job: Job) -> list[JobResult]:
     # Let exceptions through instead of printing them Hydra's way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     results: list[JobResult] = []
+    in_job = False
 
     def task(config: DictConfig) -> None:
+        nonlocal in_job
+        in_job = True
         result = _guarded(job, config)
+        in_job = False
         _write_status(result)
         results.append(result)
         if result.status == INTERRUPTED and _is_sweep():
@@ -96,19 +101,38 @@ def run_app(config_name: str, job: Job) -> list[JobResult]:
         app()
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_our_words(error, config_name) from error
+    except Exception as error:
+        if in_job:  # an error of ours, whose traceback tells more than a line
+            raise
+        raise UsageError(f"the command line cannot be read: {one_line(error)}") from error
     return results
 
 
 def _guarded(job: Job, config: DictConfig) -> JobResult:
     # An exception inside one job of a sweep must not take the other jobs with it.
     try:
-        return job(config)
+        with _terminable():
+            return job(config)
     except ConfigurationError as error:
         return refused(error)
     except OmegaConfBaseException as error:
         return refused(UsageError(_first_line(error)))
     except KeyboardInterrupt:
         return JobResult(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a job as Ctrl-C does, with the partial table."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def refused(error: ConfigurationError) -> JobResult:
@@ -166,7 +190,7 @@ def _write_status(result: JobResult) -> None:
 
 def read_statuses(sweep: Path) -> list[JobResult]:
     """Return the results that the jobs of a sweep wrote, in the order of the jobs."""
-    found = [one for one in sweep.glob(f"*/{STATUS_FILE}") if one.parent.name.isdigit()]
+    found = list(sweep.glob(f"*/{STATUS_FILE}"))
     results = []
     for path in sorted(found, key=lambda one: int(one.parent.name)):
         values = json.loads(path.read_text())
@@ -190,10 +214,27 @@ def _check_values(arguments: list[str]) -> None:
         if argument.startswith("-") or "=" not in argument:
             continue
         key, _, value = argument.partition("=")
+        if not key:
+            raise UsageError(f"{argument}: has no key; settings are key=value.")
         if value == "":
-            raise UsageError(
-                f"{argument}: has no value; write {key}=VALUE, or {key}=null for none."
-            )
+            raise UsageError(f"{argument}: has no value; write {key}=VALUE or {key}=null.")
+        if key in GROUPS:
+            _check_choices(key, value)
+
+
+GROUPS = ("task", "backend", "model", "experiment")
+_CHOICES = re.compile(r"[A-Za-z_][\w-]*(,[A-Za-z_][\w-]*)*")
+
+
+def _check_choices(group: str, value: str) -> None:
+    """Refuse what can be no name of a configuration: null, numbers, lists, paths.
+
+    Raises:
+        UsageError: names the configurations there are.
+    """
+    if value in ("null", "true", "false") or not _CHOICES.fullmatch(value):
+        names = sorted(one.stem for one in (config_dir() / group).glob("*.yaml"))
+        raise UsageError(f"{group}={value}: must be one of {', '.join(names)}.")
 
 
 def _in_our_words(error: Exception, config_name: str) -> UsageError:
@@ -256,9 +297,8 @@ def _unknown_key(key: str, config_name: str) -> UsageError:
 
 def _known_keys(config_name: str) -> list[str]:
     """Return every key of the configuration with the user's own choice of groups."""
-    groups = ("task", "backend", "model")
     chosen = [
-        argument.split(",")[0] for argument in sys.argv[1:] if argument.partition("=")[0] in groups
+        argument.split(",")[0] for argument in sys.argv[1:] if argument.partition("=")[0] in GROUPS
     ]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):

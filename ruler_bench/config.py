@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,13 +188,13 @@ def parse_lengths(value: Any) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
     if not values:
         raise UsageError("length=[]: names no length; for instance length=4096 or [4096,8192].")
-    lengths = tuple(check_int("length", one, 1) for one in values)
+    lengths = tuple(check_int("length", one, 1, MAX_LENGTH) for one in values)
     if len(set(lengths)) != len(lengths):
         raise UsageError(f"length={_shown(values)}: names a length twice.")
     return lengths
 
 
-_RANGE = re.compile(r"(\d+)-(\d+)")
+_RANGE = re.compile(r"([0-9]+)-([0-9]+)")
 
 
 def parse_ordinals(indices: Any, num_samples: int) -> tuple[int, ...]:
@@ -212,13 +213,15 @@ def parse_ordinals(indices: Any, num_samples: int) -> tuple[int, ...]:
     ordinals: list[int] = []
     for entry in indices:
         ordinals.extend(_expand(entry))
-    doubled = sorted({one for one in ordinals if ordinals.count(one) > 1})
+    doubled = [one for one, count in Counter(ordinals).items() if count > 1]
     if doubled:
-        raise UsageError(f"indices={_shown(indices)}: names ordinal {doubled[0]} twice.")
+        raise UsageError(f"indices={_shown(indices)}: names ordinal {min(doubled)} twice.")
     return tuple(sorted(ordinals))
 
 
 MAX_ORDINAL = 999_999
+MAX_THREADS = 1024
+MAX_LENGTH = 1 << 24
 
 
 def _expand(entry: Any) -> Sequence[int]:
@@ -307,6 +310,9 @@ def task_spec(config: DictConfig) -> TaskSpec:
     for key in values:
         if key not in names:
             raise unknown_name("key", f"task.{key}", [f"task.{name}" for name in names])
+    for name in names:
+        if name not in values:
+            raise UsageError(f"task.{name} is missing: a task needs it.")
     return TaskSpec(**values)
 
 
@@ -381,7 +387,10 @@ def cells(
     check_keys(config, RunConfig)
     check_data_keys(config)
     threads = default_threads() if config.threads is None else config.threads
-    check_int("threads", threads, 1)
+    check_int("threads", threads, 1, MAX_THREADS)
+    good = config.model.get("good_length_tokens")
+    if good is not None:
+        check_int("model.good_length_tokens", good, 1)
     lengths = parse_lengths(_plain(config.length))
     ordinals = parse_ordinals(_plain(config.indices), config.num_samples)
     arms = check_arms(_plain(config.arms))
@@ -403,7 +412,7 @@ def cells(
             backend_settings=backend_settings,
             model=model_name(choices["model"], path),
             model_path=path,
-            good_length_tokens=config.model.good_length_tokens,
+            good_length_tokens=good,
             device=device,
             threads=threads,
             arms=arms,
@@ -427,6 +436,8 @@ def _result_folder(
     swept: Sequence[str] | None,
 ) -> Path:
     """Name the folder after everything that changes results, so that no two runs share one."""
+    if config.out is not None and not config.out.strip():
+        raise UsageError("out: is empty; name a folder, or leave it out.")
     if config.out is not None and swept is None:
         return Path(config.out)
     swept = swept or ()

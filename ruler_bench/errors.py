@@ -26,5 +26,9 @@ def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UsageError:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return an error's message on one line, whatever its class makes of it."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a __str__ of somebody's
+        text = ""
+    return text.encode("utf-8", "backslashreplace").decode() or type(error).__name__

@@ -15,6 +15,7 @@ from backends.base import HARNESS_ARGUMENTS, Backend
 from ruler_bench.errors import UsageError, one_line, unknown_name
 
 TARGET = "_target_"
+OWN_KEYS = {"model_path": "model.path", "device": "device", "threads": "threads"}
 METHODS = ("generate", "describe", "close")
 
 # Hydra logs what it also raises; the user is told once.
@@ -35,7 +36,9 @@ def backend_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
         )
     try:
         found: Callable[..., Backend] = get_object(target)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an engine's module may do anything when imported
         reason = error.__cause__ or error
         raise UsageError(
             f"backend._target_={target}: cannot be imported ({type(reason).__name__}: "
@@ -64,6 +67,14 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
             f"backend._target_={settings[TARGET]}: takes **keywords, so that a typing error "
             "would go unseen; give its constructor named parameters."
         )
+    if any(one.kind is inspect.Parameter.POSITIONAL_ONLY for one in parameters):
+        raise UsageError(
+            f"backend._target_={settings[TARGET]}: has positional-only parameters; settings are "
+            "given by name."
+        )
+    for key, instead in OWN_KEYS.items():
+        if settings.get(key) is not None:
+            raise UsageError(f"backend.{key}: set {instead} instead, which all parts follow.")
     names = {one.name for one in parameters}
     for key in settings:
         if key != TARGET and key not in names:

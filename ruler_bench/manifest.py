@@ -20,7 +20,7 @@ from ruler_bench.errors import UsageError
 
 FORMAT_VERSION = 1
 MANIFEST, RECORDS, LOCK = "manifest.json", "records.jsonl", ".lock"
-ERROR_LOG = "errors.log"
+PART, ERROR_LOG = "manifest.json.part", "errors.log"
 REPORTED_PACKAGES = (
     "ruler-bench",
     "torch",
@@ -82,6 +82,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             f"{path} is damaged ({error}). Restore it from a copy, or start anew with "
             "overwrite=true."
         ) from error
+    problem = _problem(manifest)
+    if problem:
+        raise UsageError(
+            f"{path} is damaged ({problem}). Restore it from a copy, or start anew with "
+            "overwrite=true."
+        )
     if version != FORMAT_VERSION:
         raise UsageError(
             f"{path} has format {version}, this program reads format {FORMAT_VERSION}. "
@@ -90,10 +96,30 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
+_TEXT_KEYS = ("task", "backend", "model", "metric")
+
+
+def _problem(manifest: dict[str, Any]) -> str | None:
+    """Return what is wrong with a manifest's own fields, or None."""
+    if type(manifest["format_version"]) is not int:
+        return "format_version is no number"
+    for key in _TEXT_KEYS:
+        if not isinstance(manifest.get(key), str):
+            return f"{key} is no text"
+    if type(manifest.get("length")) is not int:
+        return "length is no number"
+    lives = manifest.get("lives")
+    if not isinstance(lives, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("arm"), str) for one in lives
+    ):
+        return "lives is no list of engines"
+    return None
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Replace the folder's manifest in one step, so that a kill leaves the old or the new one."""
     path = folder / MANIFEST
-    temporary = path.with_suffix(".json.part")
+    temporary = folder / PART
     with temporary.open("w") as file:
         json.dump(manifest, file, indent=2)
         file.write("\n")
@@ -129,8 +155,8 @@ def check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 @contextmanager
-def locked_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Create the folder and own it; with `overwrite`, empty it of an earlier run's files first.
+def locked_folder(folder: Path) -> Iterator[Path]:
+    """Create the folder and own it; take it away again if no run has begun in it.
 
     Raises:
         UsageError: it is a file, cannot be written, or another process owns it.
@@ -144,8 +170,7 @@ def locked_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
                 f"{folder} is in use by another ruler_bench process. Wait for it, or choose "
                 "another folder with out=DIR."
             ) from error
-        if overwrite:
-            _empty(folder)
+        _check_files(folder)
         try:
             yield folder
         finally:
@@ -153,9 +178,9 @@ def locked_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _open_lock(folder: Path) -> IO[str]:
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"out={folder}: is a file; name a folder.")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"out={folder}: is a file; name a folder.")
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / LOCK).open("w")
     except OSError as error:
@@ -175,7 +200,27 @@ RUN_FILES = (MANIFEST, RECORDS, ERROR_LOG, "report.md", "summary.csv")
 RUN_FOLDERS = ("predictions",)
 
 
-def _empty(folder: Path) -> None:
+def _check_files(folder: Path) -> None:
+    """Refuse a folder that is no run's, or whose files are not files.
+
+    Raises:
+        UsageError: names what stands there.
+    """
+    for name in RUN_FILES:
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UsageError(f"{path} is no ordinary file: choose another folder with out=DIR.")
+    if (folder / MANIFEST).exists() or (folder / RECORDS).exists():
+        return
+    others = {one.name for one in folder.iterdir()} - {LOCK, ERROR_LOG, PART}
+    if others:
+        raise UsageError(
+            f"out={folder}: holds files that no run wrote ({min(others)}); choose an empty or new "
+            "folder."
+        )
+
+
+def empty(folder: Path) -> None:
     """Remove what a run writes, and nothing else that a user may keep there."""
     for name in RUN_FILES:
         (folder / name).unlink(missing_ok=True)

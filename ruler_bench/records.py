@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 from dataclasses import MISSING, asdict, dataclass, fields
 from io import FileIO
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ruler_bench.errors import UsageError
 
@@ -83,25 +86,52 @@ def to_line(record: Record) -> str:
 
 _FIELDS = {one.name for one in fields(Record)}
 _REQUIRED = {one.name for one in fields(Record) if one.default is MISSING}
-_TUPLES = ("expected", "output_tokens", "logits_digest", "top2_margin")
 
 
 def from_line(line: str) -> Record:
     """Return the record that a line holds.
 
     Raises:
-        ValueError: the line is no JSON object with a record's fields.
+        ValueError: the line is no JSON object with a record's fields, each of its type.
     """
-    values = json.loads(line)
+    try:
+        values = json.loads(line, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     missing, unknown = _REQUIRED - values.keys(), values.keys() - _FIELDS
     if missing or unknown:
         raise ValueError(f"not a record: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    for name in _TUPLES:
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
-    return Record(**values)
+    hints = _hints()
+    return Record(**{name: _typed(name, one, hints[name]) for name, one in values.items()})
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Record)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"holds {name}, which JSON does not have")
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """Return a JSON value as the field's type: lists become tuples, whole numbers floats."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    for kind in kinds:
+        if get_origin(kind) is tuple and isinstance(value, list):
+            return tuple(_typed(name, one, get_args(kind)[0]) for one in value)
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int and abs(value) < _EXACT_FLOAT:
+            return float(value)
+    raise ValueError(f"{name} is of the wrong type")
+
+
+_EXACT_FLOAT = 2**53
 
 
 def read_records(path: Path) -> list[Record]:

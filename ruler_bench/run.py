@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from backends.base import Backend, ConfigurationError, Generation, Request, RequestError
 from ruler_bench import manifest, model_files
+from ruler_bench.answer import checked_generation
 from ruler_bench.config import Cell
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.host import checked_factory, start_backend
-from ruler_bench.journal import Journal
+from ruler_bench.journal import Journal, prompt_hash
 from ruler_bench.progress import Progress
 from ruler_bench.records import Record, RecordingError
 from ruler_bench.report import Run, write_predictions, write_reports
@@ -77,8 +76,8 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
         template=cell.template,
         tokenizer=counter,
     )
-    with manifest.locked_folder(cell.folder, overwrite) as folder:
-        journal = Journal(folder, cell, data, model)
+    with manifest.locked_folder(cell.folder) as folder:
+        journal = Journal(folder, cell, data, model, overwrite)
         questions = load_questions(data, encoder, max(cell.ordinals) + 1, cache_dir())
         bench = Bench(
             cell=cell,
@@ -89,9 +88,12 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
             journal=journal,
         )
         check_tokens(bench)
+        journal.verify(questions, cell)
         status = run_streams(bench)
         run = journal.close(cell.ordinals)
-        write_outputs(folder, run, [question.sample for question in questions])
+        written = write_outputs(folder, run, [question.sample for question in questions])
+    if status == OK and not written:
+        status = SAMPLE_ERRORS
     if status == OK and any(record.error for record in run.records):
         status = SAMPLE_ERRORS
     return Outcome(status, run)
@@ -128,9 +130,8 @@ def load_tokenizers(cell: Cell, model: Path) -> tuple[Tokenizer, Tokenizer]:
 def run_streams(bench: Bench) -> int:
     """Run every stream of the cell and return the exit status so far; records are on disk."""
     try:
-        with interruptible():
-            for stream in streams(bench.cell.arms, bench.cell.ordinals):
-                run_stream(bench, stream)
+        for stream in streams(bench.cell.arms, bench.cell.ordinals):
+            run_stream(bench, stream)
     except KeyboardInterrupt:
         return INTERRUPTED
     except RecordingError as error:
@@ -166,7 +167,13 @@ def check_tokens(bench: Bench) -> None:
             f"of {vocabulary}: they do not belong together; name the model's own tokenizer."
         )
     positions = model_files.max_positions(bench.model)
-    needed = bench.harness_arguments()["max_model_len"]
+    needed = max(one.tokens for one in bench.questions.values())
+    allowed = bench.cell.backend_settings.get("max_model_len")
+    if isinstance(allowed, int) and needed > allowed:
+        raise UsageError(
+            f"backend.max_model_len={allowed}: a prompt with its generation takes {needed} tokens; "
+            "set it to that or more, or null for what is needed."
+        )
     if positions is not None and needed > positions:
         raise UsageError(
             f"length={bench.cell.length}: a prompt with its generation takes {needed} tokens of "
@@ -179,23 +186,9 @@ def cache_dir() -> Path:
     """Return where prepared data are kept: RULER_BENCH_CACHE, else the user's cache folder."""
     named = os.environ.get("RULER_BENCH_CACHE")
     if named:
-        return Path(named)
+        return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ruler_bench"
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does, with the partial table."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_stream(bench: Bench, stream: Stream) -> None:
@@ -208,9 +201,9 @@ def run_stream(bench: Bench, stream: Stream) -> None:
     if not pending:
         print(f"{title}: all {len(stream.steps)} samples are recorded", file=sys.stderr)
         return
-    backend = start_engine(bench)
+    backend, in_force = start_engine(bench)
     try:
-        life = journal.begin_life(stream.arm, backend)
+        life = journal.begin_life(stream.arm, in_force)
         with Progress(title, total=len(stream.steps), done=done) as progress:
             for record in serve(bench, backend, stream.arm, life, pending):
                 journal.append(record)
@@ -219,18 +212,19 @@ def run_stream(bench: Bench, stream: Stream) -> None:
         close_engine(bench, backend)
 
 
-def start_engine(bench: Bench) -> Backend:
-    """Build the engine.
+def start_engine(bench: Bench) -> tuple[Backend, dict[str, Any]]:
+    """Build the engine and return it with its settings in force.
 
     Raises:
-        UsageError, ConfigurationError: a setting is wrong, or the constructor failed.
+        UsageError, ConfigurationError: a setting is wrong, or the engine's own code failed.
     """
     settings = bench.cell.backend_settings
     try:
-        return start_backend(settings, bench.harness_arguments())
-    except ConfigurationError:
+        backend = start_backend(settings, bench.harness_arguments())
+        return backend, described(backend)
+    except (ConfigurationError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         bench.journal.log_error("at the start of the engine")
         raise UsageError(
             f"backend._target_={settings['_target_']}: the engine could not be built "
@@ -239,11 +233,32 @@ def start_engine(bench: Bench) -> Backend:
         ) from error
 
 
+def described(backend: Backend) -> dict[str, Any]:
+    """Return an engine's settings in force.
+
+    Raises:
+        UsageError: they are no plain JSON object, which the manifest could not hold.
+    """
+    found = backend.describe()
+    try:
+        plain = json.loads(json.dumps(found, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the engine's describe() returned values that JSON does not have ({one_line(error)}); "
+            "return numbers, text, lists and dicts."
+        ) from error
+    if not isinstance(plain, dict):
+        raise UsageError(f"the engine's describe() returned {type(found).__name__}, not a dict.")
+    return plain
+
+
 def close_engine(bench: Bench, backend: Backend) -> None:
     """Close the engine; one that fails at it has still answered."""
     try:
         backend.close()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         bench.journal.log_error("at the end of the engine")
         print(
             f"warning: the engine failed to close ({type(error).__name__}: {one_line(error)}); "
@@ -279,7 +294,7 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
         "length": bench.cell.length,
         "expected": sample.outputs,
         "depth": sample.depth,
-        "prompt_sha256": hashlib.sha256(sample.prompt.encode()).hexdigest(),
+        "prompt_sha256": prompt_hash(sample),
         "prompt_tokens": len(question.prompt_token_ids),
     }
     request = Request(
@@ -291,17 +306,20 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
     )
     started = time.perf_counter()
     try:
-        generation = backend.generate(request)
+        generation = checked_generation(backend.generate(request))
         known["total_seconds"] = time.perf_counter() - started
         output = output_text(generation, request, bench.tokenizer)
-    except Exception as error:
-        # An engine under test may fail in any way; that is a finding, not the harness's end.
+        points = score(bench.cell.task.metric, output, sample.outputs)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # An engine under test may fail in any way, sys.exit() included; that is a finding, not
+        # the harness's end.
         if not isinstance(error, RequestError):
             bench.journal.log_error(f"ordinal {sample.ordinal}")
         return Record(**known, error=f"{type(error).__name__}: {one_line(error)}")
     if generation.prompt_tokens is not None:
         known["prompt_tokens"] = generation.prompt_tokens
-    points = score(bench.cell.task.metric, output, sample.outputs)
     return Record(
         **known,
         output=output,
@@ -322,23 +340,21 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
 
 
 def output_text(generation: Generation, request: Request, tokenizer: Tokenizer) -> str:
-    """Return the engine's text, or the decoded tokens without the one that ended it.
-
-    Raises:
-        RequestError: the engine returned neither text nor tokens.
-    """
+    """Return the engine's text, or the decoded tokens without the one that ended it."""
     if generation.text is not None:
         return generation.text
-    if generation.token_ids is None:
-        raise RequestError("the engine returned neither text nor token_ids")
-    ids = list(generation.token_ids)
+    ids = list(generation.token_ids or ())
     if ids and ids[-1] in request.stop_token_ids:
         ids.pop()
     return tokenizer.decode(ids)
 
 
-def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> None:
-    """Write manifest, reports and predictions; a full disk is said and does not hide the table."""
+def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> bool:
+    """Write manifest, reports and predictions; a full disk is said and does not hide the table.
+
+    Returns:
+        Whether all was written.
+    """
     try:
         run.manifest["finished"] = manifest.now()
         manifest.write_manifest(folder, run.manifest)
@@ -346,7 +362,9 @@ def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> None:
         write_predictions(folder, run, samples)
     except OSError as error:
         print(
-            f"error: could not write the reports in {folder}: {error.strerror}. The records are "
-            "kept; make room and run the same command again.",
+            f"error: could not write the reports in {folder}: {one_line(error)}. What was recorded "
+            "is kept; make room and run the same command again.",
             file=sys.stderr,
         )
+        return False
+    return True

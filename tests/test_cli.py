@@ -25,7 +25,7 @@ BAD_LINES = {
     "+task.num_kesy=2": "unknown key 'task.num_kesy'. Did you mean 'task.num_keys'?",
     "model.pth=/x": "unknown key model.pth. Did you mean model.path?",
     "length=": "length=: has no value",
-    "length=abc": "length=abc: must be an integer of at least 1",
+    "length=abc": "length=abc: must be an integer in 1 to 16777216",
     "length=0": "length=0: out of range",
     "length=-5": "length=-5: out of range",
     "length=[4096,4096]": "names a length twice",
@@ -50,6 +50,17 @@ BAD_LINES = {
     "tokenizer=/no/such/folder": "/no/such/folder",
     "backend.script=/no/such/file": "/no/such/file",
     "a=b=c=[": "cannot be read",
+    "=5": "has no key",
+    "task=null": "task=null: must be one of niah_multikey_1",
+    "backend=5": "backend=5: must be one of custom, gpu_only",
+    "model=[x]": "model=[x]: must be one of local, probe",
+    "task=../task/niah_single_1": "must be one of niah_multikey_1",
+    "model.good_length_tokens=abc": "model.good_length_tokens=abc: must be an integer",
+    "~task.num_keys": "task.num_keys is missing",
+    "threads=100000": "threads=100000: out of range",
+    'out=""': "out: is empty",
+    "out=" + "x" * 300: "cannot be written (File name too long)",
+    "+backend.model_path=/x": "backend.model_path",
     "length=4096,8192": "add -m, or write a list in brackets",
     "backend=custom": "backend._target_ is missing",
     "backend._target_=collections.OrderedDict": "is no class or function whose parameters",
@@ -217,7 +228,18 @@ class Mute:
 
 class Odd(Parrot):
     def generate(self, request):
+        if self.phrase == "exit":
+            raise SystemExit(0)
+        if self.phrase == "rude":
+            raise Rude()
         return {"what": "ever"}
+
+    def describe(self):
+        return {"what": object()} if self.phrase == "opaque" else {"phrase": self.phrase}
+
+class Rude(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
 """
 
 
@@ -273,6 +295,7 @@ def test_templates_reach_the_prompt(cli, workdir, template):
         ("Parrot", "+backend.phrase=explode", "could not be built (RuntimeError: no GPU driver)"),
         ("Parrot", "+backend.length_tokens=abc", "backend.length_tokens=abc: must be int"),
         ("Mute", "num_samples=1", "no method describe and no method close"),
+        ("Odd", "+backend.phrase=opaque", "describe() returned values that JSON does not have"),
     ],
 )
 @pytest.mark.usefixtures("parrots")
@@ -288,7 +311,13 @@ def test_an_engine_that_misbehaves_is_recorded_and_shown(cli, workdir, parrots):
     finished = cli(*mine, "backend._target_=parrots.Odd", "out=odd")
     assert finished.status == 1
     assert "2 errors in the engine" in finished.out
-    assert "AttributeError" in (workdir / "odd" / "errors.log").read_text()
+    assert "returned dict, not a Generation" in finished.out
+    for phrase, error in (("exit", "SystemExit"), ("rude", "Rude")):
+        odd = ("backend._target_=parrots.Odd", f"+backend.phrase={phrase}", f"out={phrase}")
+        finished = cli(*mine, *odd)
+        assert finished.status == 1
+        assert f"2 errors in the engine; ordinal 0: {error}" in finished.out
+        assert error in (workdir / phrase / "errors.log").read_text()
     finished = cli(*mine, "backend._target_=parrots.Parrot", "+backend.phrase=cling", "out=cling")
     assert finished.status == 0
     assert "warning: the engine failed to close" in finished.err

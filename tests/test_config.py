@@ -82,7 +82,9 @@ def test_ranges_include_both_ends():
     assert config.parse_ordinals(None, 3) == (0, 1, 2)
 
 
-@pytest.mark.parametrize("entry", ["a", "1-", "3-1", -1, 1.5, True, None, "0-99999999"])
+@pytest.mark.parametrize(
+    "entry", ["a", "1-", "3-1", -1, 1.5, True, None, "0-99999999", "\u0663-\u0665"]
+)
 def test_anything_else_is_refused(entry):
     with pytest.raises(UsageError, match="out of range"):
         config.parse_ordinals([entry], 20)

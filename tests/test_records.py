@@ -1,3 +1,4 @@
+import json
 import os
 import resource
 from dataclasses import replace
@@ -128,3 +129,30 @@ def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert path.read_text() == to_line(PLAIN) + to_line(replace(PLAIN, step=1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("score", '"x"'),
+        ("score", "NaN"),
+        ("output", "5"),
+        ("expected", "null"),
+        ("expected", "[1]"),
+        ("step", '"1"'),
+        ("step", "true"),
+        ("ordinal", "[1]"),
+        ("arm", "null"),
+        ("bytes_up", "1.5"),
+        ("top2_margin", '["a"]'),
+        ("correct", '"no"'),
+        ("ttft_seconds", "1" + "0" * 400),
+        ("output_tokens", "[" * 5000 + "]" * 5000),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_damage(field: str, value: str) -> None:
+    values = {key: json.dumps(one) for key, one in json.loads(to_line(PLAIN)).items()}
+    values[field] = value
+    line = "{" + ", ".join(f'"{key}": {one}' for key, one in values.items()) + "}"
+    with pytest.raises(ValueError, match=f"{field} is of the wrong type|holds NaN|too deeply"):
+        from_line(line)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,92 @@ def test_out_that_is_a_file_or_cannot_be_written_is_said(cli, workdir):
     finished = cli(*ORACLE, "out=/proc/nowhere")
     assert finished.status == 2
     assert "out=/proc/nowhere: cannot be written" in finished.err
+
+
+def test_overwrite_loses_nothing_when_the_new_run_cannot_start(cli, workdir):
+    assert cli(*ORACLE, "num_samples=2", "out=here").status == 0
+    kept = (workdir / "here" / "records.jsonl").read_bytes()
+    for bad in ("length=100", "+backend.wrng=1", "backend.script=/no/such"):
+        assert cli(*ORACLE, "num_samples=2", "out=here", "overwrite=true", bad).status == 2
+        assert (workdir / "here" / "records.jsonl").read_bytes() == kept
+
+
+def test_overwrite_makes_a_damaged_folder_good(cli, workdir):
+    assert cli(*ORACLE, "num_samples=2", "out=here").status == 0
+    (workdir / "here" / "records.jsonl").write_text("garbage\nmore\n")
+    (workdir / "here" / "manifest.json").write_text("{")
+    assert cli(*ORACLE, "num_samples=2", "out=here", "overwrite=true").status == 0
+    assert len(rows(workdir / "here")) == 2
+
+
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+def test_a_folder_that_no_run_made_is_left_alone(cli, workdir, overwrite):
+    (workdir / "mine").mkdir()
+    (workdir / "mine" / "report.md").write_text("my own")
+    finished = cli(*ORACLE, "out=mine", f"overwrite={overwrite}")
+    assert finished.status == 2
+    assert "holds files that no run wrote (report.md)" in finished.err
+    assert (workdir / "mine" / "report.md").read_text() == "my own"
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "manifest.json", "report.md", "summary.csv"])
+def test_a_folder_in_place_of_a_file_is_said(cli, workdir, name):
+    (workdir / "here" / name).mkdir(parents=True)
+    finished = cli(*ORACLE, "out=here")
+    assert finished.status == 2
+    assert f"{name} is no ordinary file" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("task", "niah_single_2"),
+        ("length", 4096),
+        ("prompt_sha256", "00"),
+        ("step", 7),
+        ("ordinal", 0),
+        ("arm", "fresh"),
+        ("expected", ["1"]),
+        ("output", "no"),
+        ("score", 50.0),
+        ("correct", False),
+    ],
+)
+def test_a_record_that_is_not_of_this_run_is_refused(cli, workdir, field, value):
+    assert cli(*ORACLE, "num_samples=3", "out=here").status == 0
+    path = workdir / "here" / "records.jsonl"
+    changed = rows(workdir / "here")
+    changed[1][field] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    finished = cli(*ORACLE, "num_samples=3", "out=here")
+    assert finished.status == 2
+    assert "does not belong to this run" in finished.err
+
+
+@pytest.mark.parametrize("key", ["task", "length", "metric", "lives"])
+@pytest.mark.parametrize("value", [None, 5.5, ["x"]])
+def test_a_manifest_with_a_field_of_the_wrong_type_is_said(cli, workdir, key, value):
+    assert cli(*ORACLE, "num_samples=1", "out=here").status == 0
+    changed = manifest(workdir / "here") | {key: value}
+    (workdir / "here" / "manifest.json").write_text(json.dumps(changed))
+    finished = cli(*ORACLE, "num_samples=2", "out=here")
+    assert finished.status == 2
+    assert "manifest.json is damaged" in finished.err
+
+
+def test_reports_that_cannot_be_written_are_no_success(cli, workdir):
+    assert cli(*ORACLE, "num_samples=1", "out=here").status == 0
+    shutil.rmtree(workdir / "here" / "predictions")
+    (workdir / "here" / "predictions").write_text("in the way")
+    finished = cli(*ORACLE, "num_samples=1", "out=here")
+    assert finished.status == 1
+    assert "could not write the reports" in finished.err
+
+
+def test_a_context_of_the_engine_that_is_too_short_is_said_before_it_starts(cli):
+    finished = cli("backend=gpu_only", *ORACLE[2:], "backend.max_model_len=512", "num_samples=1")
+    assert finished.status == 2
+    assert "backend.max_model_len=512: a prompt with its generation takes" in finished.err
 
 
 def test_a_second_process_on_the_folder_is_refused(cli, workdir):

@@ -12,6 +12,7 @@ damaged one is thrown away.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -81,10 +82,11 @@ def _fingerprint(spec: DataSpec, encoder: Tokenizer) -> str:
 
 def _entries(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield the finished entries with the number of their samples, as their names tell it."""
-    for path in folder.glob("[0-9]*-*"):
-        number = path.name.partition("-")[0]
-        if number.isdigit():
-            yield int(number), path
+    with contextlib.suppress(OSError):  # a folder that cannot be read holds nothing
+        for path in folder.glob("[0-9]*-*"):
+            number = path.name.partition("-")[0]
+            if number.isdigit():
+                yield int(number), path
 
 
 def _read(entry: Path, fingerprint: str) -> list[Question] | None:

@@ -1,0 +1,76 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from backends.base import Generation, RequestError
+from ruler_bench.answer import checked_generation
+
+GOOD = Generation(
+    token_ids=(1, 2),
+    text="x",
+    finish_reason="stop",
+    logits_digest=("a", "b"),
+    top2_margin=(0.5, 1.0),
+    prompt_tokens=3,
+    ttft_seconds=0.1,
+    bytes_up=5,
+    kernel="flash",
+    density=0.5,
+)
+
+
+def test_a_good_answer_stays_as_it_is():
+    assert checked_generation(GOOD) == GOOD
+
+
+def test_numpy_numbers_become_plain_ones():
+    found = checked_generation(
+        Generation(
+            token_ids=(np.int64(1), np.int32(2)),
+            top2_margin=[np.float32(0.5), 1],
+            ttft_seconds=np.float64(0.25),
+            bytes_up=np.int64(7),
+        )
+    )
+    assert json.dumps(dataclasses.asdict(found))
+    assert found.token_ids == (1, 2)
+    assert found.top2_margin == (0.5, 1.0)
+    assert found.bytes_up == 7
+
+
+@pytest.mark.parametrize("found", [None, 5, "text", {"text": "x"}, Generation()])
+def test_what_is_no_answer_is_an_error(found):
+    with pytest.raises(RequestError):
+        checked_generation(found)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("text", b"x"),
+        ("finish_reason", "weird"),
+        ("finish_reason", None),
+        ("token_ids", "12"),
+        ("token_ids", (1.5,)),
+        ("token_ids", (-1,)),
+        ("token_ids", (True,)),
+        ("logits_digest", "abcd"),
+        ("logits_digest", (1, 2)),
+        ("top2_margin", (math.nan,)),
+        ("top2_margin", (-1.0,)),
+        ("ttft_seconds", "fast"),
+        ("ttft_seconds", math.inf),
+        ("decode_seconds", -1.0),
+        ("bytes_up", "12"),
+        ("bytes_down", -5),
+        ("prompt_tokens", "many"),
+        ("kernel", object()),
+        ("density", "x"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_an_error_that_names_it(field, value):
+    with pytest.raises(RequestError, match=field):
+        checked_generation(dataclasses.replace(GOOD, **{field: value}))
