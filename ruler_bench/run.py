@@ -50,15 +50,27 @@ class Bench:
 
     def harness_arguments(self) -> dict[str, Any]:
         """Return what the harness knows of a backend's constructor arguments (backends.base)."""
-        # A tokenizer that adds BOS can take a prompt one token past the length that RULER counts.
-        needed = max(question.tokens for question in self.questions.values())
         return {
             "model_path": str(self.model),
             "device": self.cell.device,
             "threads": self.cell.threads,
-            "max_model_len": max(self.cell.length, needed),
+            "max_model_len": self.context_tokens(),
             "dtype": "auto",
         }
+
+    def context_tokens(self) -> int:
+        """Return the context that the engine is built for, the same for any choice of samples.
+
+        A BOS takes one token more than RULER counts. Where another tokenizer measured the samples,
+        what they take is rounded up to a quarter of the length, so that a folder can grow.
+        """
+        needed = max(question.tokens for question in self.questions.values())
+        context = self.cell.length + self.tokenizer.adds_bos
+        if needed > context:
+            step = max(1, self.cell.length // 4)
+            context = -(-needed // step) * step
+        positions = model_files.max_positions(self.model)
+        return context if positions is None else min(context, positions)
 
 
 def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:

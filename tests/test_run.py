@@ -9,8 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from ruler_bench.model_files import model_folder
+from ruler_bench.tokenizer import load_tokenizer
 
 ORACLE = ("task=niah_single_1", "backend=oracle", "device=cpu", "length=1024")
 FOLDER = "results/niah_single_1_oracle_probe_1024"
@@ -334,10 +340,6 @@ def test_a_full_disk_keeps_what_was_recorded_and_says_so(workdir):
 
 
 def test_another_tokenizer_measures_the_samples_and_the_model_keeps_its_own(cli, workdir):
-    from pathlib import Path
-
-    from ruler_bench.tokenizer import load_tokenizer
-
     smollm2 = str(Path(__file__).parent / "data" / "tokenizers" / "smollm2")
     finished = cli(*ORACLE, "num_samples=2", f"tokenizer={smollm2}", "out=here")
     assert finished.status == 0, finished.err
@@ -347,3 +349,31 @@ def test_another_tokenizer_measures_the_samples_and_the_model_keeps_its_own(cli,
         prompt = json.loads(line)["input"]
         assert load_tokenizer(smollm2).count(prompt) <= 1024 - 128
         assert row["prompt_tokens"] == len(probe.encode_prompt(prompt))
+
+
+@pytest.fixture
+def model_with_bos(tmp_path):
+    """The probe with a tokenizer that puts a BOS before every text."""
+    folder = tmp_path / "model-with-bos"
+    shutil.copytree(model_folder("package:probe"), folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", tokenizer.token_to_id("<|pad|>"))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|pad|>"}))
+    return folder
+
+
+def test_bos_reaches_the_engine_once_and_has_its_place(cli, workdir, model_with_bos):
+    mine = ("backend=gpu_only", "length=1024", "model=local", f"model.path={model_with_bos}")
+    assert cli(*mine, "device=cpu", "num_samples=1", "out=here").status == 0
+    # The context does not depend on which samples were chosen, so the folder may grow.
+    finished = cli(*mine, "device=cpu", "num_samples=8", "out=here")
+    assert finished.status == 0, finished.err
+    assert manifest(workdir / "here")["backend_in_force"]["max_model_len"] == 1025
+    prepared = (workdir / "here" / "predictions" / "niah_single_1.jsonl").read_text().splitlines()
+    plain = load_tokenizer(str(model_folder("package:probe")))
+    for row, line in zip(rows(workdir / "here"), prepared, strict=True):
+        assert row["prompt_tokens"] == 1 + plain.count(json.loads(line)["input"])
