@@ -12,7 +12,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ruler_bench.errors import UsageError
+from ruler_bench.errors import UsageError, one_line
 
 TEMPLATE_DATE = datetime(2024, 7, 26)
 """What a template gets that asks for today: prompts must not change from day to day. The date is
@@ -39,7 +39,7 @@ def render_chat(name: str, template: str, user: str, special_tokens: dict[str, s
         special_tokens: text of bos_token, eos_token and so on.
 
     Raises:
-        UsageError: the template is wrong, or refuses the message.
+        UsageError: the template is wrong, fails, or refuses the message.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -57,9 +57,11 @@ def render_chat(name: str, template: str, user: str, special_tokens: dict[str, s
             documents=None,
             **special_tokens,
         )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+    except Exception as error:  # a template is a program, which may fail like any other
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise UsageError(
-            f"template=chat: the chat template of {name!r} cannot be used: {error}"
+            f"template=chat: the chat template of {name!r} cannot be used: "
+            f"{kind}{one_line(error)}; correct it, or use template=base."
         ) from error
 
 

@@ -57,11 +57,21 @@ def test_a_template_that_asks_for_today_gets_the_same_day_always() -> None:
         "{% for %}",
         "{{ 1 + 'a' }}",
         "{{ messages[3].content }}",
+        "{{ 1 / 0 }}",
+        "{% for one in range(10 ** 9) %}{% endfor %}",
+        "{{ 10.0 ** 999 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages.nothing.at_all }}",
+        "{{ messages | tojson(indent='x', sort_keys=nothing.more) }}",
+        "{{ bos_token.append }}{{ messages.append(1) }}",
+        "{{ raise_exception('two\\nlines') }}",
     ],
 )
 def test_a_template_that_fails_is_a_usage_error(template: str) -> None:
-    with pytest.raises(UsageError, match="chat template of 'mine' cannot be used"):
+    with pytest.raises(UsageError, match="chat template of 'mine' cannot be used") as caught:
         render_chat("mine", template, "hi", {})
+    assert str(caught.value).endswith("; correct it, or use template=base.")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
