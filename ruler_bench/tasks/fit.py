@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ruler_bench.errors import UsageError
 from ruler_bench.tasks.counting import PartCounter
 from ruler_bench.tasks.niah import PREFIX_MARK, Draw, Niah
 from ruler_bench.tasks.sample import Sample
@@ -36,6 +37,7 @@ def iterate(spec: DataSpec) -> Iterator[Sample]:
 
     Raises:
         DoesNotFitError: the next sample does not fit.
+        UsageError: the tokenizer gives no tokens.
     """
     fitting = _Fitting(spec)
     size = fitting.find_size()
@@ -56,9 +58,18 @@ class _Fitting:
 
         Every probe is a new draw, so that a size may pass or fail by luck; the largest probe that
         fitted wins, and the smallest size where none did.
+
+        Raises:
+            UsageError: the tokenizer gives no tokens.
         """
         low = self._niah.step
         tokens = self._counter.count(self._niah.draw(low).parts)
+        if tokens == 0:
+            raise UsageError(
+                f"tokenizer {self._spec.tokenizer.name!r} gives no tokens for the text of "
+                f"{self._spec.task.name}: its vocabulary is empty or lacks it; name another "
+                "tokenizer."
+            )
         high = max(int(self._spec.length / (tokens / low) * 3), low * 2)
         best = low
         while low <= high:
