@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ruler_bench.errors import UsageError
+from ruler_bench.errors import UsageError, one_line
 from ruler_bench.splitting import Cuts, backend_cuts, pattern_cuts
 
 if TYPE_CHECKING:
     import tiktoken
-    from tokenizers import Encoding
+    from tokenizers import AddedToken, Encoding
     from tokenizers import Tokenizer as BackendTokenizer
 
 TIKTOKEN_ENCODINGS = frozenset(
@@ -30,12 +30,18 @@ TIKTOKEN_ENCODINGS = frozenset(
 BATCH_CHARS = 1_000_000
 """Characters encoded at once: an encoding takes about 60 bytes a character while it lives."""
 
+MAX_SHOWN_CHARS = 60
+"""Of a wrong value, in a message."""
+
 FINGERPRINTED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+"""Those of special tokens and templates; what the later one says counts."""
+
 OTHER_TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
@@ -108,10 +114,21 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         UsageError: nothing by that name, or it cannot be loaded.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name, or ~ of an unknown user
+        raise UsageError(
+            f"tokenizer {name!r} cannot be looked up ({one_line(error)}); "
+            "give a folder, a hub name or an encoding."
+        ) from error
+    if is_folder:
         if (folder / "tokenizer.json").is_file():
             return FolderTokenizer(name, folder)
+        if (folder / "tokenizer.json").exists():
+            raise UsageError(
+                f"{folder / 'tokenizer.json'} is no regular file; put the tokenizer's file there."
+            )
         if any((folder / file).is_file() for file in OTHER_TOKENIZER_FILES):
             return TransformersTokenizer(name, folder)
         raise UsageError(
@@ -203,24 +220,60 @@ class FolderTokenizer:
         from tokenizers import AddedToken  # noqa: PLC0415
 
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
-        declared = [
-            AddedToken(**{k: v for k, v in entry.items() if k != "id"})
-            for _, entry in sorted(
-                (self._config.get("added_tokens_decoder") or {}).items(), key=lambda kv: int(kv[0])
-            )
+        declared = self._declared_tokens() + [
+            AddedToken(text, special=True, normalized=False) for text in self._special_token_texts()
         ]
-        extra = (
-            self._config.get("extra_special_tokens")
-            or self._config.get("additional_special_tokens")
-            or []
-        )
-        named = [self._config.get(key) for key in NAMED_SPECIAL_TOKENS]
-        texts = [_token_text(token) for token in [*named, *(_values(extra))]]
-        declared += [AddedToken(text, special=True, normalized=False) for text in texts if text]
         for token in declared:
             if token.content not in known:
                 known.add(token.content)
                 self._backend.add_tokens([token])
+
+    def _declared_tokens(self) -> list[AddedToken]:
+        """Return the tokens of added_tokens_decoder, by ascending id."""
+        from tokenizers import AddedToken  # noqa: PLC0415
+
+        declared = self._config.get("added_tokens_decoder") or {}
+        entries = declared.items() if isinstance(declared, dict) else [("", declared)]
+        if not all(
+            key.isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)
+            for key, entry in entries
+        ):
+            raise self._wrong("added_tokens_decoder", "an object of id and {content: TEXT, ...}")
+        try:
+            return [
+                AddedToken(**{name: value for name, value in entry.items() if name != "id"})
+                for _, entry in sorted(entries, key=lambda pair: int(pair[0]))
+            ]
+        except TypeError as error:
+            raise self._wrong("added_tokens_decoder", "true or false for its flags") from error
+
+    def _special_token_texts(self) -> list[str]:
+        """Return the text of each special token that the configuration names."""
+        texts = []
+        for key in NAMED_SPECIAL_TOKENS:
+            token = self._config.get(key)
+            text = _token_text(token)
+            if token is not None and text is None:
+                raise self._wrong(key, "text, {content: TEXT}, or null")
+            texts.append(text)
+        extras = ("extra_special_tokens", "additional_special_tokens")
+        key = next((one for one in extras if self._config.get(one)), extras[0])
+        extra = self._config.get(key) or []
+        values = list(extra.values()) if isinstance(extra, dict) else extra
+        if not isinstance(values, list) or any(_token_text(one) is None for one in values):
+            raise self._wrong(key, "a list of tokens, each text or {content: TEXT}")
+        return [text for text in (*texts, *map(_token_text, values)) if text]
+
+    def _wrong(self, key: str, allowed: str) -> UsageError:
+        shown = json.dumps(self._config[key])
+        shown = shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
+        file = next(
+            one for one in reversed(CONFIG_FILES) if key in _read_object(self._folder / one)
+        )
+        return UsageError(
+            f"{self._folder / file}: {key}={shown} is wrong; write {allowed}, or copy the "
+            "tokenizer anew."
+        )
 
     def _bos_prefix(self) -> list[int]:
         """Return the ids the tokenizer puts before a text: BOS, or nothing.
@@ -236,11 +289,21 @@ class FolderTokenizer:
     def _chat_template(self) -> str | None:
         file = self._folder / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return _read_text(file)
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several by name
-            template = {one["name"]: one["template"] for one in template}.get("default")
-        return template if isinstance(template, str) else None
+            return self._default_template(template)
+        if template is not None and not isinstance(template, str):
+            raise self._wrong("chat_template", "text, a list of templates by name, or null")
+        return template
+
+    def _default_template(self, templates: list[Any]) -> str | None:
+        for one in templates:
+            if not isinstance(one, dict) or not all(
+                isinstance(one.get(key), str) for key in ("name", "template")
+            ):
+                raise self._wrong("chat_template", "a list of {name: TEXT, template: TEXT}")
+        return {one["name"]: one["template"] for one in templates}.get("default")
 
 
 class TransformersTokenizer:
@@ -262,12 +325,12 @@ class TransformersTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 name if folder is None else str(folder), local_files_only=folder is not None
             )
+            self._prefix = _prefix_before(
+                self._tokenizer("a")["input_ids"],
+                self._tokenizer("a", add_special_tokens=False)["input_ids"],
+            )
         except Exception as error:  # OSError, ValueError, ImportError, and worse from parsers
             raise _unreadable(name, error) from error
-        self._prefix = _prefix_before(
-            self._tokenizer("a")["input_ids"],
-            self._tokenizer("a", add_special_tokens=False)["input_ids"],
-        )
         self.adds_bos = bool(self._prefix)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.cuts = None if backend is None else backend_cuts(backend)
@@ -408,22 +471,33 @@ def _prefix_before(full: list[int], plain: list[int]) -> list[int]:
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, completed from special_tokens_map.json."""
     merged: dict[str, Any] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / file
-        if not path.is_file():
-            continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UsageError(f"{path} is not JSON: {_first_line(error)}") from error
-        if not isinstance(content, dict):
-            raise UsageError(f"{path} must hold a JSON object.")
-        merged |= content
+    for file in CONFIG_FILES:
+        merged |= _read_object(folder / file)
     return merged
 
 
-def _values(tokens: Any) -> list[Any]:
-    return list(tokens.values()) if isinstance(tokens, dict) else list(tokens)
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file, empty where there is no file."""
+    if not path.exists():
+        return {}
+    text = _read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is not JSON ({_first_line(error)}); correct it or copy the tokenizer anew."
+        ) from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} must hold a JSON object; copy the tokenizer anew.")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UsageError(f"{path} cannot be read ({reason}); copy the tokenizer anew.") from error
 
 
 def _token_text(token: Any) -> str | None:
@@ -454,9 +528,12 @@ def _load_encoding(name: str) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(name)
     except Exception as error:  # requests' errors, or a file with another hash
+        # A failed download tells its whole history, of which the kind is enough.
+        reason = type(error).__name__ if isinstance(error, OSError) else _first_line(error)
         raise UsageError(
-            f"tokenizer {name!r}: its file cannot be had ({_first_line(error)}); set"
-            " TIKTOKEN_CACHE_DIR to a folder that holds it, or pip install llama-index-core."
+            f"tokenizer {name!r}: its file is not here and cannot be downloaded ({reason}); set"
+            " TIKTOKEN_CACHE_DIR to a folder that holds it, or pip install llama-index-core, which"
+            " ships those of cl100k_base and o200k_base."
         ) from error
     finally:
         if before is None:
@@ -477,7 +554,11 @@ def _no_chat_template(name: str) -> UsageError:
 
 
 def _unreadable(name: str, error: Exception) -> UsageError:
-    return UsageError(f"tokenizer {name!r} cannot be loaded: {_first_line(error)}")
+    reason = _first_line(error).rstrip(" .:")
+    return UsageError(
+        f"tokenizer {name!r} cannot be loaded: {reason}; check the name, or copy the tokenizer"
+        " anew."
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,16 +277,104 @@ def test_a_file_is_no_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("tokenizer.json", "{"),
-        ("tokenizer.json", '{"model": 1}'),
-        ("tokenizer_config.json", "{"),
-        ("tokenizer_config.json", "[]"),
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b'{"model": 1}'),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", b""),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("special_tokens_map.json", b"{"),
     ],
+    ids=lambda one: one if isinstance(one, str) else repr(one[:12]),
 )
-def test_a_damaged_folder_is_one_line(folder: Path, file: str, content: str) -> None:
-    (folder / file).write_text(content)
+def test_a_damaged_folder_is_one_line(folder: Path, file: str, content: bytes) -> None:
+    (folder / file).write_bytes(content)
+    with pytest.raises(UsageError, match=r"copy the tokenizer anew\.$") as caught:
+        load_tokenizer(str(folder))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("others", [(), ("vocab.json", "merges.txt")])
+def test_a_folder_in_place_of_a_file(folder: Path, file: str, others: Sequence[str]) -> None:
+    (folder / file).unlink()
+    (folder / file).mkdir()
+    for other in others:
+        (folder / other).write_text("{}")
     with pytest.raises(UsageError) as caught:
         load_tokenizer(str(folder))
+    assert str(caught.value).startswith(f"{folder / file} ")
+    assert "\n" not in str(caught.value)
+
+
+WRONG_VALUES = [
+    *(
+        ("added_tokens_decoder", value)
+        for value in (
+            5,
+            "x",
+            [1],
+            [{"content": "a"}],
+            {"x": {"content": "a"}},
+            {"-1": {"content": "a"}},
+            {"1": "a"},
+            {"1": None},
+            {"1": {}},
+            {"1": {"content": 5}},
+            {"1": {"content": "a", "lstrip": "x"}},
+        )
+    ),
+    *(
+        (key, value)
+        for key in ("extra_special_tokens", "additional_special_tokens")
+        for value in (5, True, "x", [5], [None], [{"content": 5}], {"a": 5})
+    ),
+    *(("bos_token", value) for value in (5, True, [], {}, {"content": 5})),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_VALUES)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_value_that_cannot_be_is_one_line(folder: Path, file: str, key: str, value: Any) -> None:
+    set_config(folder, extra_special_tokens=None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop(key, None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    held = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps({**held, key: value}))
+    with pytest.raises(UsageError, match=r"is wrong; write .*, or copy the") as caught:
+        load_tokenizer(str(folder))
+    assert str(caught.value).startswith(f"{folder / file}: {key}=")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, True, {"default": "x"}, ["x"], [5], [{"template": "x"}], [{"name": "a"}], [{"name": 5}]],
+    ids=repr,
+)
+def test_a_chat_template_that_is_none_is_one_line(folder: Path, value: Any) -> None:
+    (folder / "chat_template.jinja").unlink()
+    set_config(folder, chat_template=value)
+    tokenizer = load_tokenizer(str(folder))
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json: chat_template=") as caught:
+        tokenizer.chat_prompt("hi")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chat_template_that_is_no_text(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"chat_template\.jinja cannot be read .*not UTF-8"):
+        load_tokenizer(str(folder)).chat_prompt("hi")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~no-such-user-anywhere/tokenizer"])
+def test_a_name_that_cannot_be_looked_up(name: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot be looked up .*give a folder") as caught:
+        load_tokenizer(name)
     assert "\n" not in str(caught.value)
 
 
@@ -394,12 +482,14 @@ def test_tiktoken_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tiktoken_without_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(name: str) -> None:
-        raise OSError("Failed to resolve host\nmore")
+        raise ConnectionError("Max retries exceeded (Caused by Failed to resolve host)\nmore")
 
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
     with pytest.raises(UsageError, match=r"set TIKTOKEN_CACHE_DIR .* llama-index-core") as caught:
         load_tokenizer("o200k_base")
+    assert "(ConnectionError)" in str(caught.value)
+    assert "retries" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
