@@ -12,6 +12,7 @@ from typing import Any
 from backends.base import ConfigurationError, Generation, Request, RequestError
 
 WRONG_ANSWER = " (wrong on purpose)"
+MAX_DELAY_SECONDS = 86_400
 
 _NEEDLE = re.compile(r"One of the special magic \w+ for (?P<key>[^:\n]+?) is: (?P<value>[^.\n]+)\.")
 _QUESTION = re.compile(r"special magic \w+ for (?P<keys>[^:\n]+?) mentioned in the provided text")
@@ -41,20 +42,17 @@ class Oracle:
                 `answer_prefix` and `outputs`; an `answer` in a line stands in for its outputs.
             wrong: positions of the requests answered wrongly.
             fail: positions of the requests that raise RequestError.
-            delay_seconds: how long each answer takes.
+            delay_seconds: how long each answer takes, up to MAX_DELAY_SECONDS.
 
         Raises:
-            ConfigurationError: a value is out of range, or the script cannot be read.
+            ConfigurationError: a value is of another kind or out of range, or the script cannot
+                be read.
         """
         self._wrong = _positions("wrong", wrong)
         self._fail = _positions("fail", fail)
-        if not 0 <= delay_seconds < float("inf"):
-            raise ConfigurationError(
-                f"backend.delay_seconds={delay_seconds}: must be 0 or more seconds."
-            )
-        self._delay_seconds = delay_seconds
+        self._delay_seconds = _delay(delay_seconds)
         self._script = script
-        self._answers = None if script is None else _read_script(Path(script))
+        self._answers = None if script is None else _read_script(script)
         self._served = 0
 
     def generate(self, request: Request) -> Generation:
@@ -118,6 +116,11 @@ def answer_from_needles(prompt: str) -> str:
 
 
 def _positions(key: str, positions: Sequence[int]) -> frozenset[int]:
+    if not isinstance(positions, list | tuple):
+        raise ConfigurationError(
+            f"backend.{key}={positions!r}: must be a list of positions, "
+            f"for instance backend.{key}=[0,3]."
+        )
     for position in positions:
         if isinstance(position, bool) or not isinstance(position, int) or position < 0:
             raise ConfigurationError(
@@ -127,8 +130,22 @@ def _positions(key: str, positions: Sequence[int]) -> frozenset[int]:
     return frozenset(positions)
 
 
-def _read_script(path: Path) -> dict[str, str]:
+def _delay(seconds: float) -> float:
+    if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_DELAY_SECONDS:
+        raise ConfigurationError(
+            f"backend.delay_seconds={seconds!r}: must be a number of seconds in 0 to "
+            f"{MAX_DELAY_SECONDS}, for instance backend.delay_seconds=0.5."
+        )
+    return seconds
+
+
+def _read_script(script: str) -> dict[str, str]:
     """Return the answer to each prompt of a script."""
+    if not isinstance(script, str):
+        raise ConfigurationError(
+            f"backend.script={script!r}: must be the path of a JSON-lines file, or null."
+        )
+    path = Path(script)
     answers: dict[str, str] = {}
     try:
         with path.open(encoding="utf-8") as file:
@@ -141,7 +158,9 @@ def _read_script(path: Path) -> dict[str, str]:
                     )
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigurationError(f"backend.script={path}: cannot be read ({reason}).") from error
+        raise ConfigurationError(
+            f"backend.script={path}: cannot be read ({reason}); name a JSON-lines file."
+        ) from error
     return answers
 
 
@@ -149,8 +168,8 @@ def _read_line(where: str, line: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
         prompt = row["input"] + row.get("answer_prefix", "")
-        answer = row["answer"] if "answer" in row else " " + ", ".join(row["outputs"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        answer = row["answer"] if "answer" in row else " " + ", ".join(_listed(row["outputs"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"{where}: must be a JSON object with input, answer_prefix, and outputs or answer "
             f"({type(error).__name__}: {error})."
@@ -158,3 +177,9 @@ def _read_line(where: str, line: str) -> tuple[str, str]:
     if not isinstance(answer, str):
         raise ConfigurationError(f"{where}: answer must be text.")
     return prompt, answer
+
+
+def _listed(outputs: Any) -> list[str]:
+    if not isinstance(outputs, list):
+        raise TypeError("outputs must be a list of text")
+    return outputs

@@ -1,4 +1,5 @@
 import json
+import math
 import time
 
 import pytest
@@ -141,14 +142,30 @@ def test_describe_holds_every_setting(tmp_path):
         ({"wrong": [-1]}, "backend.wrong: -1 is no position"),
         ({"fail": ["2"]}, "backend.fail: '2' is no position"),
         ({"fail": [True]}, "backend.fail: True is no position"),
-        ({"delay_seconds": -1}, "delay_seconds=-1: must be 0 or more"),
-        ({"delay_seconds": float("nan")}, "delay_seconds=nan"),
+        *(
+            ({key: value}, f"backend.{key}={value!r}: must be a list of positions")
+            for key in ("wrong", "fail")
+            for value in (0, None, True, "0", 1.5)
+        ),
+        *(
+            ({key: [value]}, "is no position; they are integers from 0")
+            for key in ("wrong", "fail")
+            for value in (None, 1.0, "a", [1], {})
+        ),
+        *(
+            ({"delay_seconds": value}, "delay_seconds=.*: must be a number of seconds in 0 to")
+            for value in (-1, -0.1, "abc", None, [1], True, {}, 1e18, math.nan, math.inf)
+        ),
+        *(({"script": value}, "script=.*: must be the path of") for value in (1, ["a"], True, {})),
+        ({"script": "."}, r"script=\.: cannot be read \(Is a directory\)"),
+        ({"script": ""}, r"script=\.: cannot be read"),
         ({"script": "no/such/file.jsonl"}, r"script=no/such/file\.jsonl: cannot be read"),
     ],
 )
 def test_bad_settings(setting, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
         Oracle(**setting)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +178,8 @@ def test_bad_settings(setting, message):
         '{"input": 3, "outputs": ["b"]}',
         '{"input": "a", "outputs": [1]}',
         '{"input": "a", "answer": null}',
+        '{"input": "a", "outputs": "b"}',
+        pytest.param("[" * 100_000, id="deep"),
     ],
 )
 def test_a_bad_line_of_a_script_is_named(tmp_path, line):
