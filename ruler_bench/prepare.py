@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from backends.base import ConfigurationError
-from ruler_bench.cli import USAGE_ERROR, JobResult, print_error, run_app
+from ruler_bench.cli import (
+    USAGE_ERROR,
+    JobResult,
+    choices_and_overrides,
+    print_error,
+    run_app,
+)
 from ruler_bench.config import (
     PrepareConfig,
     check_data_keys,
+    check_int,
     check_keys,
-    parse_lengths,
     task_spec,
     tokenizer_name,
 )
@@ -22,10 +31,15 @@ from ruler_bench.errors import UsageError
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.sample import Sample
 
+MAX_LENGTH_TOKENS = 10_000_000
+"""Keeps a slip of the keyboard from filling memory with one sample."""
+
 
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
     try:
+        if any(_asks_for_multirun(argument) for argument in sys.argv[1:]):
+            raise _no_multirun()
         results = run_app("prepare", job)
     except ConfigurationError as error:
         print_error(error)
@@ -38,24 +52,65 @@ def job(config: DictConfig) -> JobResult:
     from ruler_bench.model_files import model_folder  # noqa: PLC0415
     from ruler_bench.tokenizer import load_tokenizer  # noqa: PLC0415
 
+    if choices_and_overrides()[2] is not None:  # by hydra.mode, which is no flag
+        raise _no_multirun()
     check_keys(config, PrepareConfig)
     check_data_keys(config)
     if OmegaConf.is_missing(config, "out"):
         raise UsageError("out is missing: name the file to write, for instance out=samples.jsonl.")
-    lengths = parse_lengths(config.length)
-    if len(lengths) > 1:
-        raise UsageError("length: one file holds one length; name one.")
+    out = _writable(config.out)
+    if OmegaConf.is_list(config.length):
+        raise UsageError(f"length={config.length}: one file holds one length; name one.")
+    check_int("length", config.length, 1, MAX_LENGTH_TOKENS)
     name = config.tokenizer or str(model_folder(tokenizer_name(config)))
     spec = DataSpec(
         task=task_spec(config),
-        length=lengths[0],
+        length=config.length,
         seed=config.seed,
         template=config.template,
         tokenizer=load_tokenizer(name),
     )
-    write_samples(generate(spec, config.num_samples), Path(config.out))
-    print(f"{config.out}: {config.num_samples} samples of {spec.task.name}", file=sys.stderr)
+    write_samples(generate(spec, config.num_samples), out)
+    print(f"{out}: {config.num_samples} samples of {spec.task.name}", file=sys.stderr)
     return JobResult(0)
+
+
+def _asks_for_multirun(argument: str) -> bool:
+    # The parser takes every beginning of a flag.
+    return argument == "-m" or (argument.startswith("--m") and "--multirun".startswith(argument))
+
+
+def _no_multirun() -> UsageError:
+    return UsageError(
+        "-m/--multirun: prepare writes one file; leave it out and call prepare once for each file."
+    )
+
+
+def _writable(out: str) -> Path:
+    """Return `out` as the path of a file that is there already or may be made.
+
+    Raises:
+        UsageError: it can name no file, or something else is there: a folder, a device, a pipe or
+            a link, which the new file would take the place of.
+    """
+    path = Path(out)
+    if not out.strip():
+        raise UsageError("out is empty: name the file to write, for instance out=samples.jsonl.")
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFDIR if out.endswith("/") else stat.S_IFREG  # what it is to become
+    except OSError as error:
+        raise _not_written(path, error) from error
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}
+        what = kinds.get(stat.S_IFMT(mode), "no regular file")
+        raise UsageError(f"out={out}: is {what}; name a regular file, or one that is not there.")
+    return path
+
+
+def _not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"out={path}: cannot be written ({error.strerror}); name another file.")
 
 
 def sample_line(sample: Sample) -> str:
@@ -79,15 +134,19 @@ def write_samples(samples: list[Sample], path: Path) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    part = path.with_name(path.name + ".part")
+    path = _writable(str(path))
+    # A short name of its own: that of `path` may be as long as names can be.
+    part = path.with_name(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("w") as file:
             file.writelines(sample_line(sample) for sample in samples)
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UsageError(f"out={path}: cannot be written ({error.strerror}).") from error
+        raise _not_written(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):  # it is gone where all went well
+            part.unlink()
 
 
 if __name__ == "__main__":
