@@ -28,8 +28,15 @@ def model_folder(path: str) -> Path:
     """
     if path.startswith(PACKAGED_PREFIX):
         return _packaged(path.removeprefix(PACKAGED_PREFIX))
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name, or ~ of an unknown user
+        raise UsageError(
+            f"model.path={path}: cannot be looked up ({_first_line(error)}); name a folder or a "
+            "hub name such as org/model."
+        ) from error
+    if is_folder:
         _check_model_folder(folder)
         return folder
     if folder.exists():

@@ -10,6 +10,7 @@ from ruler_bench.errors import UsageError
 from ruler_bench.model_files import (
     fingerprint,
     max_positions,
+    model_folder,
     read_json,
     stop_token_ids,
     vocabulary_size,
@@ -104,4 +105,11 @@ def test_weights_that_are_no_file_are_refused(tmp_path: Path, make: Any, name: s
     with pytest.raises(UsageError, match="put the model's weights there, or remove it") as caught:
         fingerprint(tmp_path)
     assert str(caught.value).startswith(str(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~no-such-user-anywhere/model"])
+def test_a_name_that_cannot_be_looked_up(name: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot be looked up .*name a folder") as caught:
+        model_folder(name)
     assert "\n" not in str(caught.value)

@@ -146,8 +146,15 @@ def find_model(model_path: str) -> Path:
     Raises:
         ConfigurationError: there is neither such a folder nor such a model.
     """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model_path).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name, or ~ of an unknown user
+        raise ConfigurationError(
+            f"model.path={model_path}: cannot be looked up ({error}); name a folder or a hub name "
+            "such as org/model."
+        ) from error
+    if is_folder:
         return folder
     if folder.exists():
         raise ConfigurationError(f"model.path={model_path} is a file; a model folder is needed.")

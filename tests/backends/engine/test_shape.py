@@ -7,7 +7,7 @@ import pytest
 
 from backends.base import ConfigurationError
 from backends.engine import gpu_only
-from backends.engine.shape import OPTIONAL_SIZES, REQUIRED_SIZES, read_shape
+from backends.engine.shape import OPTIONAL_SIZES, REQUIRED_SIZES, find_model, read_shape
 
 SIZES = (*REQUIRED_SIZES, *OPTIONAL_SIZES)
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -126,4 +126,11 @@ def test_a_config_that_is_no_object(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"config\.json .*correct it") as caught:
         read_shape(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~no-such-user-anywhere/model"])
+def test_a_name_that_cannot_be_looked_up(name):
+    with pytest.raises(ConfigurationError, match=r"cannot be looked up .*name a folder") as caught:
+        find_model(name)
     assert "\n" not in str(caught.value)
