@@ -14,6 +14,7 @@ from ruler_bench.cli import (
     USAGE_ERROR,
     CellRef,
     JobResult,
+    asks_for_multirun,
     choices_and_overrides,
     print_error,
     read_statuses,
@@ -31,7 +32,7 @@ SWEEPS = Path("results") / ".sweeps"
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
     try:
-        if "-m" in sys.argv or "--multirun" in sys.argv:
+        if any(asks_for_multirun(argument) for argument in sys.argv[1:]):
             return _sweep()
         results = run_app("config", job)
     except ConfigurationError as error:

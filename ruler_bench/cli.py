@@ -163,6 +163,11 @@ def choices_and_overrides() -> tuple[dict[str, str], list[str], list[str] | None
     return choices, overrides, os.environ.get(SWEPT_KEYS, "").split(",")
 
 
+def asks_for_multirun(argument: str) -> bool:
+    """Tell whether an argument is Hydra's flag for a sweep, or a beginning of it that it takes."""
+    return argument == "-m" or (argument.startswith("--m") and "--multirun".startswith(argument))
+
+
 def swept_keys_override(arguments: list[str]) -> str:
     """Return the override that tells each job, in whatever process, which keys the sweep varies."""
     parser = OverridesParser.create()
@@ -252,8 +257,9 @@ def _in_our_words(error: Exception, config_name: str) -> UsageError:
             return _bad_key(str(key), one, config_name)
     text = _first_line(error)
     if text.startswith("Ambiguous value"):
+        several = "call prepare once for each" if config_name == "prepare" else "add -m"
         return UsageError(
-            "a value with commas names several runs: add -m, or write a list in brackets, "
+            f"a value with commas names several runs: {several}, or write a list in brackets, "
             "for instance length=[4096,8192]."
         )
     match = re.match(r"Could not override '([^']+)'", text)

@@ -221,7 +221,7 @@ def parse_ordinals(indices: Any, num_samples: int) -> tuple[int, ...]:
 
 MAX_ORDINAL = 999_999
 MAX_THREADS = 1024
-MAX_LENGTH = 1 << 24
+MAX_LENGTH = 1 << 24  # keeps a slip of the keyboard from filling memory with one sample
 
 
 def _expand(entry: Any) -> Sequence[int]:

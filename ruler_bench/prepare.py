@@ -15,11 +15,13 @@ from backends.base import ConfigurationError
 from ruler_bench.cli import (
     USAGE_ERROR,
     JobResult,
+    asks_for_multirun,
     choices_and_overrides,
     print_error,
     run_app,
 )
 from ruler_bench.config import (
+    MAX_LENGTH,
     PrepareConfig,
     check_data_keys,
     check_int,
@@ -31,14 +33,11 @@ from ruler_bench.errors import UsageError
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.sample import Sample
 
-MAX_LENGTH_TOKENS = 10_000_000
-"""Keeps a slip of the keyboard from filling memory with one sample."""
-
 
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
     try:
-        if any(_asks_for_multirun(argument) for argument in sys.argv[1:]):
+        if any(asks_for_multirun(argument) for argument in sys.argv[1:]):
             raise _no_multirun()
         results = run_app("prepare", job)
     except ConfigurationError as error:
@@ -61,7 +60,7 @@ def job(config: DictConfig) -> JobResult:
     out = _writable(config.out)
     if OmegaConf.is_list(config.length):
         raise UsageError(f"length={config.length}: one file holds one length; name one.")
-    check_int("length", config.length, 1, MAX_LENGTH_TOKENS)
+    check_int("length", config.length, 1, MAX_LENGTH)
     name = config.tokenizer or str(model_folder(tokenizer_name(config)))
     spec = DataSpec(
         task=task_spec(config),
@@ -73,11 +72,6 @@ def job(config: DictConfig) -> JobResult:
     write_samples(generate(spec, config.num_samples), out)
     print(f"{out}: {config.num_samples} samples of {spec.task.name}", file=sys.stderr)
     return JobResult(0)
-
-
-def _asks_for_multirun(argument: str) -> bool:
-    # The parser takes every beginning of a flag.
-    return argument == "-m" or (argument.startswith("--m") and "--multirun".startswith(argument))
 
 
 def _no_multirun() -> UsageError:
