@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from backends.base import ConfigurationError
 from ruler_bench.cli import (
+    GOES_ON,
     INTERRUPTED,
     USAGE_ERROR,
     CellRef,
@@ -39,7 +40,7 @@ def main() -> int:
         print_error(error)
         return USAGE_ERROR
     except KeyboardInterrupt:
-        print("Interrupted: the same command goes on.", file=sys.stderr)
+        print(GOES_ON, file=sys.stderr)
         return INTERRUPTED
     return worst([result.status for result in results])
 
@@ -81,7 +82,7 @@ def job(config: DictConfig) -> JobResult:
     for one in result.cells:
         print(f"Records and report: {one.folder}")
     if result.status == INTERRUPTED:
-        print("Interrupted: the same command goes on.", file=sys.stderr)
+        print(GOES_ON, file=sys.stderr)
     return result
 
 

@@ -33,6 +33,7 @@ from ruler_bench.errors import UsageError, nearest, one_line, unknown_name
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 STATUS_FILE = "status.json"
+GOES_ON = "Interrupted: the same command goes on."
 SWEPT_KEYS = "RULER_BENCH_SWEPT_KEYS"
 
 Job = Callable[[DictConfig], "JobResult"]
@@ -118,6 +119,7 @@ def _guarded(job: Job, config: DictConfig) -> JobResult:
     except OmegaConfBaseException as error:
         return refused(UsageError(_first_line(error)))
     except KeyboardInterrupt:
+        print(GOES_ON, file=sys.stderr)
         return JobResult(INTERRUPTED)
 
 

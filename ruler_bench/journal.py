@@ -52,11 +52,6 @@ class Journal:
         self._records = read_records(self._records_path)
 
     def _open(self, cell: Cell, data: DataSpec, model: Path) -> dict[str, Any]:
-        new = {
-            "config": cell.settings(),
-            "data": {**data.describe(), "fingerprint": data.fingerprint()},
-            "model_fingerprint": model_files.fingerprint(model),
-        }
         fixed = {
             "task": cell.task.name,
             "length": cell.length,
@@ -64,7 +59,9 @@ class Journal:
             "model": cell.model,
             "metric": cell.task.metric,
             "tokens_to_generate": cell.task.tokens_to_generate,
-            **new,
+            "config": cell.settings(),
+            "data": {**data.describe(), "fingerprint": data.fingerprint()},
+            "model_fingerprint": model_files.fingerprint(model),
         }
         old = None if self._overwrite else manifest.read_manifest(self.folder)
         if old is not None:
@@ -92,6 +89,11 @@ class Journal:
             "indices": as_indices(cell.ordinals),
             "lives": [],
         }
+
+    @property
+    def holds_another_run(self) -> bool:
+        """Whether the folder still has the run that is to be overwritten: no engine has started."""
+        return self._overwrite
 
     def finished(self, arm: str) -> list[Record]:
         """Return the arm's finished samples; those that failed are run again."""
@@ -200,9 +202,13 @@ class Journal:
     def close(self, ordinals: Sequence[int]) -> Run:
         """Close the record file and return the records of the samples that were asked for."""
         self._writer.close()
-        self.manifest["indices"] = as_indices(ordinals)
         chosen = set(ordinals)
         records = [one for one in self._records if one.ordinal in chosen]
+        complete = {one.ordinal for one in records} == chosen
+        self.manifest |= {
+            "indices": as_indices(ordinals),
+            "finished": manifest.now() if complete else None,
+        }
         return Run(
             manifest=self.manifest, records=sorted(records, key=lambda one: (one.arm, one.step))
         )

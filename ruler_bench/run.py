@@ -103,7 +103,9 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
         journal.verify(questions, cell)
         status = run_streams(bench)
         run = journal.close(cell.ordinals)
-        written = write_outputs(folder, run, [question.sample for question in questions])
+        written = journal.holds_another_run or write_outputs(
+            folder, run, [question.sample for question in questions]
+        )
     if status == OK and not written:
         status = SAMPLE_ERRORS
     if status == OK and any(record.error for record in run.records):
@@ -368,7 +370,6 @@ def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> bool:
         Whether all was written.
     """
     try:
-        run.manifest["finished"] = manifest.now()
         manifest.write_manifest(folder, run.manifest)
         write_reports(folder, [run])
         write_predictions(folder, run, samples)

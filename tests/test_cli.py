@@ -211,6 +211,8 @@ class Parrot:
         self.phrase = phrase
         if phrase == "explode":
             raise RuntimeError("no GPU driver")
+        if phrase == "interrupt":
+            raise KeyboardInterrupt
 
     def generate(self, request):
         return Generation(text=self.phrase, finish_reason="stop")
@@ -321,3 +323,14 @@ def test_an_engine_that_misbehaves_is_recorded_and_shown(cli, workdir, parrots):
     finished = cli(*mine, "backend._target_=parrots.Parrot", "+backend.phrase=cling", "out=cling")
     assert finished.status == 0
     assert "warning: the engine failed to close" in finished.err
+
+
+def test_an_interrupt_before_the_engine_has_started_overwrites_nothing(cli, workdir, parrots):
+    mine = ("backend=custom", "backend._target_=parrots.Parrot", *ORACLE[1:], "out=here")
+    assert cli(*mine).status == 0
+    kept = {one.name: one.read_bytes() for one in (workdir / "here").iterdir() if one.is_file()}
+    finished = cli(*mine, "+backend.phrase=interrupt", "overwrite=true")
+    assert finished.status == 130
+    assert "the same command goes on" in finished.err
+    for name, content in kept.items():
+        assert (workdir / "here" / name).read_bytes() == content
