@@ -41,7 +41,6 @@ from ruler_bench.tokenizer import TIKTOKEN_ENCODINGS  # noqa: E402
 SAME, DIFFERENT, WRONG = 0, 1, 2
 TASKS = tuple(sorted(path.stem for path in (ROOT / "configs" / "task").glob("niah_*.yaml")))
 REFERENCE_MODULES = ("nltk", "numpy", "tenacity", "tqdm", "transformers", "wonderwords", "yaml")
-TIMEOUT_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Workplace:
+class Scratch:
     """Where both sides run.
 
     Attributes:
@@ -140,7 +139,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
         UsageError: an option is wrong, something the reference needs is missing, or a side fails.
     """
     check_options(options)
-    workplace = Workplace(
+    scratch = Scratch(
         folder=folder,
         scripts=copy_reference(options.clone, folder),
         environment=reference_environment(folder),
@@ -148,7 +147,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
     rows = []
     for task in options.tasks:
         for length in options.lengths:
-            rows.append(compare_one(options, task, length, workplace))
+            rows.append(compare_one(options, task, length, scratch))
             print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
     return rows
 
@@ -246,16 +245,16 @@ def _shipped(name: str) -> Path | None:
 # --- one comparison -----------------------------------------------------------------------------
 
 
-def compare_one(options: argparse.Namespace, task: str, length: int, workplace: Workplace) -> Row:
+def compare_one(options: argparse.Namespace, task: str, length: int, scratch: Scratch) -> Row:
     """Run one task at one length both ways, `--repeat` times, and compare the last samples."""
     is_encoding = options.tokenizer in TIKTOKEN_ENCODINGS
     tokenizer = options.tokenizer
     if not is_encoding and Path(tokenizer).is_dir():
         tokenizer = str(Path(tokenizer).resolve())
-    results = workplace.folder / "reference"
-    out = workplace.folder / "ours.jsonl"
+    results = scratch.folder / "reference"
+    out = scratch.folder / "ours.jsonl"
     reference = [
-        sys.executable, str(workplace.scripts / "prepare.py"), "--save_dir", str(results),
+        sys.executable, str(scratch.scripts / "prepare.py"), "--save_dir", str(results),
         "--benchmark", "synthetic", "--task", task, "--max_seq_length", str(length),
         "--num_samples", str(options.num_samples), "--random_seed", str(options.seed),
         "--model_template_type", options.template, "--tokenizer_path", tokenizer,
@@ -266,15 +265,16 @@ def compare_one(options: argparse.Namespace, task: str, length: int, workplace: 
         f"num_samples={options.num_samples}", f"seed={options.seed}",
         f"template={options.template}", f"tokenizer='{tokenizer}'", f"out='{out}'",
     ]  # fmt: skip
-    environment = workplace.environment
+    environment = scratch.environment
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     written = results / task / "validation.jsonl"
     reference_costs, our_costs = [], []
     for _ in range(options.repeat):
-        written.unlink(missing_ok=True)  # prepare.py keeps a file that is there
-        reference_costs.append(run(reference, environment, workplace.scripts, written))
+        # Ours first: it refuses a length that cannot fit, at which the reference never returns.
         out.unlink(missing_ok=True)
-        our_costs.append(run(ours, environment | {"PYTHONPATH": path}, workplace.folder, out))
+        our_costs.append(run(ours, environment | {"PYTHONPATH": path}, scratch.folder, out))
+        written.unlink(missing_ok=True)  # prepare.py keeps a file that is there
+        reference_costs.append(run(reference, environment, scratch.scripts, written))
     return Row(
         task=task,
         length=length,
