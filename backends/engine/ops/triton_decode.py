@@ -1,0 +1,275 @@
+# ruff: noqa: PLR0917  (kernels have many arguments)
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Triton kernels for one row: matrix times vector, and attention of one query.
+
+They are bound by memory: each weight, key and value is read once. See
+`backends.engine.ops.triton_rows` for what is specialised on.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _load(cells, mask):
+    """Load as float32; zero where masked. A mask of None leaves the loads whole."""
+    if mask is None:
+        values = tl.load(cells)
+    else:
+        values = tl.load(cells, mask=mask, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _load_weights(cells, mask):
+    """Like `_load`, for what no other program reads."""
+    if mask is None:
+        weights = tl.load(cells, eviction_policy="evict_first")
+    else:
+        weights = tl.load(cells, mask=mask, other=0.0, eviction_policy="evict_first")
+    return weights.to(tl.float32)
+
+
+@triton.jit
+def _products(
+    weight,
+    outputs,
+    columns,
+    mask,
+    inputs,
+    hidden: tl.constexpr,
+    row_block: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+):
+    """Return [row_block, block / vector] sums of products, `vector` neighbours in each.
+
+    What one thread loads at once it also sums up, so that few sums stay in registers.
+    """
+    cells = weight + outputs.to(tl.int64)[:, None] * hidden + columns
+    products = _load_weights(cells, mask) * inputs
+    return tl.sum(tl.reshape(products, (row_block, block // vector, vector)), axis=2)
+
+
+@triton.jit
+def _squares(inputs, block: tl.constexpr, vector: tl.constexpr):
+    return tl.sum(tl.reshape(inputs * inputs, (1, block // vector, vector)), axis=2)
+
+
+@triton.jit
+def project_kernel(
+    rows,
+    weight,
+    bias,
+    out,
+    norm,
+    epsilon,
+    add: tl.constexpr,
+    hidden: tl.constexpr,
+    outputs: tl.constexpr,
+    row_block: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+):
+    """Compute `row_block` outputs a program.
+
+    The root mean square of the row is a common factor of all products, so that it is worked out
+    beside them and applied at the end.
+    """
+    index = tl.program_id(0) * row_block + tl.arange(0, row_block)
+    safe = tl.minimum(index, outputs - 1)
+    total = tl.zeros((row_block, block // vector), tl.float32)
+    squares = tl.zeros((1, block // vector), tl.float32)
+    for begin in range(0, hidden, block):
+        columns = begin + tl.arange(0, block)[None, :]
+        mask = columns < hidden if hidden % block else None
+        inputs = _load(rows + columns, mask)
+        if norm is not None:
+            squares += _squares(inputs, block, vector)
+            inputs *= _load(norm + columns, mask)
+        total += _products(weight, safe, columns, mask, inputs, hidden, row_block, block, vector)
+    result = tl.sum(total, axis=1)
+    if norm is not None:
+        result *= tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / hidden + epsilon)
+    real = index < outputs
+    if bias is not None:
+        result += tl.load(bias + index, mask=real, other=0.0).to(tl.float32)
+    if add:
+        result += tl.load(out + index, mask=real, other=0.0).to(tl.float32)
+        # Several threads read the same cell; all must have done so before one overwrites it.
+        tl.debug_barrier()
+    tl.store(out + index, result, mask=real)
+
+
+@triton.jit
+def gated_kernel(
+    rows,
+    weight,
+    bias,
+    out,
+    norm,
+    epsilon,
+    hidden: tl.constexpr,
+    outputs: tl.constexpr,
+    row_block: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+):
+    """Compute `row_block` outputs a program, each from a row of gate and a row of up."""
+    index = tl.program_id(0) * row_block + tl.arange(0, row_block)
+    safe = tl.minimum(index, outputs - 1)
+    gates = tl.zeros((row_block, block // vector), tl.float32)
+    ups = tl.zeros((row_block, block // vector), tl.float32)
+    squares = tl.zeros((1, block // vector), tl.float32)
+    for begin in range(0, hidden, block):
+        columns = begin + tl.arange(0, block)[None, :]
+        mask = columns < hidden if hidden % block else None
+        inputs = _load(rows + columns, mask)
+        if norm is not None:
+            squares += _squares(inputs, block, vector)
+            inputs *= _load(norm + columns, mask)
+        gates += _products(weight, safe, columns, mask, inputs, hidden, row_block, block, vector)
+        ups += _products(
+            weight, safe + outputs, columns, mask, inputs, hidden, row_block, block, vector
+        )
+    gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
+    if norm is not None:
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / hidden + epsilon)
+        gate *= factor
+        up *= factor
+    real = index < outputs
+    if bias is not None:
+        gate += tl.load(bias + index, mask=real, other=0.0).to(tl.float32)
+        up += tl.load(bias + outputs + index, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + index, gate / (1.0 + tl.exp(-gate)) * up, mask=real)
+
+
+@triton.jit(
+    do_not_specialize=["first", "max_keys", "key_rows", "tail_rows"],
+    do_not_specialize_on_alignment=["stop", "tail_start"],
+)
+def attend_kernel(
+    query,
+    keys,
+    values,
+    tail_keys,
+    tail_values,
+    partial_output,
+    partial_log_sum_exp,
+    stop,
+    tail_start,
+    first: tl.int64,
+    max_keys: tl.int64,
+    key_rows: tl.int64,
+    tail_rows: tl.int64,
+    scale,
+    key_stride,
+    value_stride,
+    tail_key_stride,
+    tail_value_stride,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    group_block: tl.constexpr,
+    key_block: tl.constexpr,
+    dim_block: tl.constexpr,
+    split_tokens: tl.constexpr,
+):
+    """Attend with the query heads of one key head to the keys of one split.
+
+    Whether a key lies in the tail decides on its address and on nothing else, so that both give
+    the same bits.
+    """
+    kv_head = tl.program_id(0) % kv_heads
+    split = first // split_tokens + tl.program_id(0) // kv_heads
+    begin = split * split_tokens
+    limit = tl.minimum(tl.load(stop), first + max_keys)
+    if begin >= limit:
+        return
+    dims = tl.arange(0, dim_block)
+    member = tl.arange(0, group_block)
+    head = kv_head * group + member
+    query_mask = (member < group)[:, None] & (dims < head_dim)[None, :]
+    queries = tl.load(query + head[:, None] * head_dim + dims[None, :], mask=query_mask, other=0.0)
+    top = tl.full((group_block,), float("-inf"), tl.float32)
+    total = tl.zeros((group_block,), tl.float32)
+    output = tl.zeros((group_block, dim_block), tl.float32)
+    cells = kv_head * head_dim + dims[None, :]
+    for ahead in range(0, split_tokens, key_block):
+        position = begin + ahead + tl.arange(0, key_block)
+        row = position - first
+        there = (position < limit) & (row < key_rows)
+        key_row = keys + row * key_stride
+        value_row = values + row * value_stride
+        if tail_keys is not None:
+            row = position - tl.load(tail_start)
+            late = row >= 0
+            there = (position < limit) & tl.where(late, row < tail_rows, there)
+            key_row = tl.where(late, tail_keys + row * tail_key_stride, key_row)
+            value_row = tl.where(late, tail_values + row * tail_value_stride, value_row)
+        mask = there[:, None] & (dims < head_dim)[None, :]
+        key = tl.load(key_row[:, None] + cells, mask=mask, other=0.0)
+        value = tl.load(value_row[:, None] + cells, mask=mask, other=0.0)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * (scale * _LOG2_E)
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shares = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(shares, axis=1)
+        output = output * decay[:, None]
+        output = tl.dot(shares.to(value.dtype), value, output, input_precision="ieee")
+        top = new_top
+    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+    target = split * (kv_heads * group) + head
+    tl.store(partial_output + target[:, None] * head_dim + dims[None, :], output, mask=query_mask)
+    tl.store(partial_log_sum_exp + target, (top + tl.log2(total)) * _LN_2, mask=member < group)
+
+
+@triton.jit(do_not_specialize_on_alignment=["stop"])
+def combine_kernel(
+    partial_output,
+    partial_log_sum_exp,
+    stop,
+    out,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    split_block: tl.constexpr,
+    dim_block: tl.constexpr,
+    split_tokens: tl.constexpr,
+):
+    """Merge all splits for `dim_block` cells of one head a program."""
+    dim_tiles: tl.constexpr = (head_dim + dim_block - 1) // dim_block
+    head = tl.program_id(0) // dim_tiles
+    dims = (tl.program_id(0) % dim_tiles) * dim_block + tl.arange(0, dim_block)
+    inside = dims < head_dim
+    splits = (tl.load(stop) + split_tokens - 1) // split_tokens
+    member = tl.arange(0, split_block)
+    tops = tl.full((split_block,), float("-inf"), tl.float32)
+    begin = splits * 0
+    while begin < splits:
+        split = begin + member
+        sums = partial_log_sum_exp + split * heads + head
+        tops = tl.maximum(tops, tl.load(sums, mask=split < splits, other=float("-inf")))
+        begin += split_block
+    top = tl.max(tops, axis=0)
+    total = tl.zeros((split_block,), tl.float32)
+    output = tl.zeros((split_block, dim_block), tl.float32)
+    begin = splits * 0
+    while begin < splits:
+        split = begin + member
+        real = split < splits
+        sums = partial_log_sum_exp + split * heads + head
+        share = tl.exp(tl.load(sums, mask=real, other=float("-inf")) - top)
+        total += share
+        cells = (split * heads + head)[:, None] * head_dim + dims[None, :]
+        part = tl.load(partial_output + cells, mask=real[:, None] & inside[None, :], other=0.0)
+        output += part * share[:, None]
+        begin += split_block
+    merged = tl.sum(output, axis=0) / tl.sum(total, axis=0)
+    tl.store(out + head * head_dim + dims, merged, mask=inside)
