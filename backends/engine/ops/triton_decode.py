@@ -17,48 +17,26 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _load(cells, mask):
-    """Load as float32; zero where masked. A mask of None leaves the loads whole."""
-    if mask is None:
-        values = tl.load(cells)
-    else:
-        values = tl.load(cells, mask=mask, other=0.0)
-    return values.to(tl.float32)
+    return tl.load(cells, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_weights(cells, mask):
-    """Like `_load`, for what no other program reads."""
-    if mask is None:
-        weights = tl.load(cells, eviction_policy="evict_first")
-    else:
-        weights = tl.load(cells, mask=mask, other=0.0, eviction_policy="evict_first")
-    return weights.to(tl.float32)
+    return tl.load(cells, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _products(
-    weight,
-    outputs,
-    columns,
-    mask,
-    inputs,
-    hidden: tl.constexpr,
-    row_block: tl.constexpr,
-    block: tl.constexpr,
-    vector: tl.constexpr,
-):
-    """Return [row_block, block / vector] sums of products, `vector` neighbours in each.
+def _sum_vectors(products, row_block: tl.constexpr, block: tl.constexpr, vector: tl.constexpr):
+    """Sum up `vector` neighbours of [row_block, block].
 
-    What one thread loads at once it also sums up, so that few sums stay in registers.
+    They are what one thread loads at once, so that few sums stay in its registers.
     """
-    cells = weight + outputs.to(tl.int64)[:, None] * hidden + columns
-    products = _load_weights(cells, mask) * inputs
     return tl.sum(tl.reshape(products, (row_block, block // vector, vector)), axis=2)
 
 
 @triton.jit
-def _squares(inputs, block: tl.constexpr, vector: tl.constexpr):
-    return tl.sum(tl.reshape(inputs * inputs, (1, block // vector, vector)), axis=2)
+def _normalising_factor(squares, hidden: tl.constexpr, epsilon):
+    return tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / hidden + epsilon)
 
 
 @triton.jit
@@ -78,29 +56,34 @@ def project_kernel(
 ):
     """Compute `row_block` outputs a program.
 
-    The root mean square of the row is a common factor of all products, so that it is worked out
-    beside them and applied at the end.
+    Weights are loaded one step ahead of their use. The root mean square of the row is a common
+    factor of all products, so that it is worked out beside them and applied at the end.
     """
     index = tl.program_id(0) * row_block + tl.arange(0, row_block)
-    safe = tl.minimum(index, outputs - 1)
+    safe = tl.minimum(index, outputs - 1).to(tl.int64)
+    columns = tl.arange(0, block)[None, :]
+    cells = weight + safe[:, None] * hidden + columns
     total = tl.zeros((row_block, block // vector), tl.float32)
     squares = tl.zeros((1, block // vector), tl.float32)
+    weights = _load_weights(cells, columns < hidden)
     for begin in range(0, hidden, block):
-        columns = begin + tl.arange(0, block)[None, :]
-        mask = columns < hidden if hidden % block else None
-        inputs = _load(rows + columns, mask)
+        inside = columns < hidden - begin
+        ahead = begin + block
+        next_weights = _load_weights(cells + ahead, columns < hidden - ahead)
+        inputs = _load(rows + begin + columns, inside)
         if norm is not None:
-            squares += _squares(inputs, block, vector)
-            inputs *= _load(norm + columns, mask)
-        total += _products(weight, safe, columns, mask, inputs, hidden, row_block, block, vector)
+            squares += _sum_vectors(inputs * inputs, 1, block, vector)
+            inputs *= _load(norm + begin + columns, inside)
+        total += _sum_vectors(weights.to(tl.float32) * inputs, row_block, block, vector)
+        weights = next_weights
     result = tl.sum(total, axis=1)
     if norm is not None:
-        result *= tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / hidden + epsilon)
+        result *= _normalising_factor(squares, hidden, epsilon)
     real = index < outputs
     if bias is not None:
-        result += tl.load(bias + index, mask=real, other=0.0).to(tl.float32)
+        result += _load(bias + index, real)
     if add:
-        result += tl.load(out + index, mask=real, other=0.0).to(tl.float32)
+        result += _load(out + index, real)
         # Several threads read the same cell; all must have done so before one overwrites it.
         tl.debug_barrier()
     tl.store(out + index, result, mask=real)
@@ -120,32 +103,41 @@ def gated_kernel(
     block: tl.constexpr,
     vector: tl.constexpr,
 ):
-    """Compute `row_block` outputs a program, each from a row of gate and a row of up."""
+    """Compute `row_block` outputs a program, each from a row of gate and a row of up.
+
+    Otherwise like `project_kernel`.
+    """
     index = tl.program_id(0) * row_block + tl.arange(0, row_block)
-    safe = tl.minimum(index, outputs - 1)
+    safe = tl.minimum(index, outputs - 1).to(tl.int64)
+    columns = tl.arange(0, block)[None, :]
+    gate_cells = weight + safe[:, None] * hidden + columns
+    up_cells = weight + (safe + outputs)[:, None] * hidden + columns
     gates = tl.zeros((row_block, block // vector), tl.float32)
     ups = tl.zeros((row_block, block // vector), tl.float32)
     squares = tl.zeros((1, block // vector), tl.float32)
+    gate_weights = _load_weights(gate_cells, columns < hidden)
+    up_weights = _load_weights(up_cells, columns < hidden)
     for begin in range(0, hidden, block):
-        columns = begin + tl.arange(0, block)[None, :]
-        mask = columns < hidden if hidden % block else None
-        inputs = _load(rows + columns, mask)
+        inside = columns < hidden - begin
+        ahead = begin + block
+        next_gate_weights = _load_weights(gate_cells + ahead, columns < hidden - ahead)
+        next_up_weights = _load_weights(up_cells + ahead, columns < hidden - ahead)
+        inputs = _load(rows + begin + columns, inside)
         if norm is not None:
-            squares += _squares(inputs, block, vector)
-            inputs *= _load(norm + columns, mask)
-        gates += _products(weight, safe, columns, mask, inputs, hidden, row_block, block, vector)
-        ups += _products(
-            weight, safe + outputs, columns, mask, inputs, hidden, row_block, block, vector
-        )
+            squares += _sum_vectors(inputs * inputs, 1, block, vector)
+            inputs *= _load(norm + begin + columns, inside)
+        gates += _sum_vectors(gate_weights.to(tl.float32) * inputs, row_block, block, vector)
+        ups += _sum_vectors(up_weights.to(tl.float32) * inputs, row_block, block, vector)
+        gate_weights, up_weights = next_gate_weights, next_up_weights
     gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
     if norm is not None:
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / hidden + epsilon)
+        factor = _normalising_factor(squares, hidden, epsilon)
         gate *= factor
         up *= factor
     real = index < outputs
     if bias is not None:
-        gate += tl.load(bias + index, mask=real, other=0.0).to(tl.float32)
-        up += tl.load(bias + outputs + index, mask=real, other=0.0).to(tl.float32)
+        gate += _load(bias + index, real)
+        up += _load(bias + outputs + index, real)
     tl.store(out + index, gate / (1.0 + tl.exp(-gate)) * up, mask=real)
 
 
