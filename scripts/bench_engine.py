@@ -1,8 +1,8 @@
-"""Measure our engine and transformers side by side, and this machine's limits: one table.
+r"""Measure our engine and transformers side by side, and this machine's limits: one table.
 
     python scripts/bench_engine.py --out DIR
     python scripts/bench_engine.py --out DIR --lengths 32768 --only gpu_only,transformers
-    python scripts/bench_engine.py --out DIR --lengths 524288 --device-memory-gb 24 \\
+    python scripts/bench_engine.py --out DIR --lengths 524288 --device-memory-gb 24 \
         --new-tokens 5 --repeats 1
     python scripts/bench_engine.py --render DIR
 
@@ -15,6 +15,7 @@ what is measured and how each limit is worked out. Exit status: 0 all rows measu
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -127,6 +128,8 @@ def measure(options: argparse.Namespace, command: str) -> int:
     """
     shape, lengths, names = check_options(options)
     device = find_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dtype = resolve_dtype(options.dtype, device)
     torch.set_num_threads(options.threads)
     stopwatch = Stopwatch(device, SUSTAINED_SECONDS[device.type])
@@ -176,6 +179,7 @@ def run(task: Task, journal: Journal, device: torch.device) -> bool:
         message = one_line(error).replace(f"{tempfile.gettempdir()}/", "")
         row = row | {"figures": {}, "error": f"{type(error).__name__}: {message}"}
         journal.add(row)
+    # Only now, with no traceback left that holds on to a failed row's tensors.
     free_memory(device)
     tell(f"{task.key}: {row['error'] or 'measured'} ({time.perf_counter() - started:.1f} s)")
     return row["error"] is None
@@ -390,4 +394,5 @@ def _prompt_task(name: str, bench: Bench, plan: Plan, length: int) -> Task:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # the modules' own objects need not be looked through between rows
     sys.exit(main())

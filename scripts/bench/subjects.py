@@ -20,7 +20,7 @@ from backends.base import ConfigurationError, Request
 from scripts.bench import reference
 from scripts.bench.ceilings import Bench
 from scripts.bench.shapes import ChunkedSettings, RandomWeights
-from scripts.bench.timing import allocated_bytes, free_memory, reset_peak, synchronise
+from scripts.bench.timing import allocated_bytes, reset_peak, synchronise
 from scripts.bench.work import expected_copies, weight_bytes
 
 GPU_ONLY = "gpu_only"
@@ -119,13 +119,9 @@ def measure(name: str, bench: Bench, plan: Plan, tokens: int) -> dict[str, Any]:
         ConfigurationError: the subject cannot be built with these settings.
         RequestError: it failed in a request.
     """
-    free_memory(bench.device)
-    try:
-        if name in OURS:
-            return _measure_engine(name, bench, plan, tokens)
-        return _measure_transformers(name, bench, plan, tokens)
-    finally:
-        free_memory(bench.device)
+    if name in OURS:
+        return _measure_engine(name, bench, plan, tokens)
+    return _measure_transformers(name, bench, plan, tokens)
 
 
 # --- our engine ---------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def _decode_cells(figures: Figures, row: Row) -> tuple[str, ...]:
         f"{_title(row)}: decode, a token",
         _time(seconds),
         f"{1 / seconds:,.2f}",
-        f"{_time(limit)} ({kind})",
+        NONE if limit is None else f"{_time(limit)} ({kind})",
         _share(limit, seconds),
         NONE,
         _compared(figures, row, "decode_seconds"),

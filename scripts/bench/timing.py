@@ -18,12 +18,11 @@ def synchronise(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give unused memory back, lift a cap that an engine may have set, and reset the peak."""
+    """Give memory back that nobody uses, and lift a cap that an engine may have set."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         torch.cuda.empty_cache()
-        reset_peak(device)
 
 
 def reset_peak(device: torch.device) -> None:
