@@ -114,6 +114,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--block-tokens", type=int, help="kvcache_block_size of the chunked offload")
     add("--gpu-blocks", type=int, help="num_gpu_blocks of the chunked offload")
     add("--device-memory-gb", type=float, help="cap for our engine, in GiB; alone offload_chunked")
+    add("--host-memory-gb", type=float, help="CPU memory for our engine (default: as it detects)")
     add("--kernels", metavar="NAME,NAME", help="attention kernels (default: all that can run)")
     add("--seed", type=int, default=0, help="of the random weights")
     add("--threads", type=int, default=1, help="of the CPU")
@@ -180,7 +181,7 @@ def run(task: Task, journal: Journal, device: torch.device) -> bool:
         row = row | {"figures": {}, "error": f"{type(error).__name__}: {message}"}
         journal.add(row)
     # Only now, with no traceback left that holds on to a failed row's tensors.
-    free_memory(device)
+    free_memory(device, collect=task.kind == "prompt")
     tell(f"{task.key}: {row['error'] or 'measured'} ({time.perf_counter() - started:.1f} s)")
     return row["error"] is None
 
@@ -223,6 +224,7 @@ def check_options(options: argparse.Namespace) -> tuple[Shape, list[int], tuple[
     for option, least in (
         ("repeats", 1), ("new_tokens", 1), ("warm_up_tokens", 0), ("threads", 1), ("seed", 0),
         ("chunk_tokens", 1), ("block_tokens", 1), ("gpu_blocks", 2), ("device_memory_gb", 0.001),
+        ("host_memory_gb", 0.001),
     ):  # fmt: skip
         value = getattr(options, option)
         if value is not None and not value >= least:
@@ -333,6 +335,7 @@ def make_plan(options: argparse.Namespace, bench: Bench) -> Plan:
             gpu_blocks=options.gpu_blocks or named.gpu_blocks,
         ),
         device_memory_gb=options.device_memory_gb,
+        host_memory_gb=options.host_memory_gb,
         threads=options.threads,
         device_type=bench.device.type,
     )
@@ -376,7 +379,7 @@ def _prompt_task(name: str, bench: Bench, plan: Plan, length: int) -> Task:
     shown = "".join(
         f", {key}={value}"
         for key, value in settings.items()
-        if name == CHUNKED or key == "device_memory_gb"
+        if (name == CHUNKED and key != "host_memory_gb") or key == "device_memory_gb"
     )
     calls = {
         "repeats": plan.repeats,

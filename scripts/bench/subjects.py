@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import statistics
 import tempfile
@@ -11,17 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from backends import engine as engines
-from backends.base import ConfigurationError, Request
+from backends.base import Generation, Request
+from backends.engine import Engine, gpu_only, offload, offload_layerwise
 from scripts.bench import reference
 from scripts.bench.ceilings import Bench
 from scripts.bench.shapes import ChunkedSettings, RandomWeights
 from scripts.bench.timing import allocated_bytes, reset_peak, synchronise
 from scripts.bench.work import expected_copies, weight_bytes
+
+T = TypeVar("T")
 
 GPU_ONLY = "gpu_only"
 LAYERWISE = "offload_layerwise"
@@ -30,6 +31,12 @@ TRANSFORMERS = "transformers"
 TRANSFORMERS_OFFLOADED = "transformers_offloaded"
 OURS = (GPU_ONLY, LAYERWISE, CHUNKED)
 SUBJECTS = (*OURS, TRANSFORMERS, TRANSFORMERS_OFFLOADED)
+
+PRESETS: dict[str, Callable[..., Engine]] = {
+    GPU_ONLY: gpu_only,
+    LAYERWISE: offload_layerwise,
+    CHUNKED: offload,
+}
 
 LAYERWISE_BUFFERS = 2
 OFFLOADED_NEW_TOKENS = 3
@@ -48,6 +55,7 @@ class Plan:
         warm_up_tokens: the longest prompt of the unmeasured call before them; 0 makes none.
         chunked: the chunked offload's setting.
         device_memory_gb: cap for our engine, or None.
+        host_memory_gb: CPU memory that our engine may take, or None for what it detects.
         threads: of the CPU.
         device_type: "cpu" or "cuda".
     """
@@ -59,6 +67,7 @@ class Plan:
     warm_up_tokens: int
     chunked: ChunkedSettings
     device_memory_gb: float | None
+    host_memory_gb: float | None
     threads: int
     device_type: str
 
@@ -75,7 +84,8 @@ class Plan:
         if name == TRANSFORMERS_OFFLOADED:
             cache = reference.OFFLOADED_CACHE[self.device_type]
             return {"attn_implementation": "sdpa", "cache_implementation": cache}
-        cap = {} if self.device_memory_gb is None else {"device_memory_gb": self.device_memory_gb}
+        caps = {"device_memory_gb": self.device_memory_gb, "host_memory_gb": self.host_memory_gb}
+        cap = {key: value for key, value in caps.items() if value is not None}
         if name == GPU_ONLY:
             return {"chunk_tokens": None, "attend_tokens": None} | cap
         if name == LAYERWISE:
@@ -134,47 +144,67 @@ def _measure_engine(name: str, bench: Bench, plan: Plan, tokens: int) -> dict[st
     with _engine(name, bench, plan, tokens + new_tokens) as engine:
         synchronise(bench.device)
         construct_seconds = time.perf_counter() - started
-        calls, answers = Calls(), []
-        for number, (length, count) in enumerate(_schedule(plan, tokens, new_tokens)):
+        asked, answers = list(_schedule(plan, tokens, new_tokens)), []
+        for number, (length, count) in enumerate(asked):
             request = Request(number, "", plan.make_prompt(length), count)
-            answer = engine.generate(request)
-            if number >= _warm_ups(plan):
-                answers.append(answer)
-                calls.prefill_seconds.append(answer.ttft_seconds)
-                calls.decode_seconds.append(answer.decode_seconds)
-                calls.peak_bytes.append(answer.peak_device_bytes)
+            answers.append(engine.generate(request))
         description = engine.describe()
-    held_bytes = int(description["weight_bytes"]) if bench.device.type == "cuda" else 0
-    expected = expected_copies(
-        bench.shape,
-        tokens,
-        new_tokens,
-        description["chunk_tokens"],
-        bench.dtype.itemsize,
+    measured = answers[_warm_ups(plan) :]
+    calls = Calls(
+        [_known(answer.ttft_seconds) for answer in measured],
+        [_known(answer.decode_seconds) for answer in measured],
+        [_known(answer.peak_device_bytes) for answer in measured],
     )
-    last = answers[-1]
+    held_bytes = description["weight_bytes"] if bench.device.type == "cuda" else 0
+    chunk_tokens = description["chunk_tokens"]
+    expected = expected_copies(bench.shape, tokens, new_tokens, chunk_tokens, bench.dtype.itemsize)
+    last = measured[-1]
     return calls.figures(new_tokens) | {
         "construct_seconds": construct_seconds,
         "over_weights_bytes": max(calls.peak_bytes) - held_bytes - before_bytes,
         "weight_bytes": description["weight_bytes"],
-        "memory_plan": _plain(description.get("memory_plan")),
+        "planned_bytes": _planned(description["memory_plan"]),
         "up_bytes": last.bytes_up,
         "down_bytes": last.bytes_down,
+        "decode_up_bytes": _decode_up_bytes(list(zip(asked, answers, strict=True))),
         "expected_up_bytes": expected.up_bytes if name != GPU_ONLY else 0,
         "expected_down_bytes": expected.down_bytes if name != GPU_ONLY else 0,
-        "logits_digest": list(last.logits_digest),
-        "repeats_equal": all(one.logits_digest == last.logits_digest for one in answers),
-        "token_ids": list(last.token_ids),
-        "top2_margin": list(last.top2_margin),
+        "logits_digest": list(_known(last.logits_digest)),
+        "repeats_equal": all(one.logits_digest == last.logits_digest for one in measured),
+        "token_ids": list(_known(last.token_ids)),
+        "top2_margin": list(_known(last.top2_margin)),
         "kernel": last.kernel,
-        "chunk_tokens": description["chunk_tokens"],
+        "chunk_tokens": chunk_tokens,
         "attend_tokens": description["attend_tokens"],
     }
 
 
-def _plain(value: Any) -> Any:
-    """Return only what JSON can hold."""
-    return json.loads(json.dumps(value, default=str))
+def _known(value: T | None) -> T:
+    if value is None:
+        raise AssertionError("our engine reports every figure")
+    return value
+
+
+def _planned(plan: dict[str, Any]) -> dict[str, int]:
+    """Return the engine's own plan: device bytes beside the weights, and CPU bytes.
+
+    The allowance for what lies outside of PyTorch's allocator is left out, as its peak does.
+    """
+    parts = plan["device_bytes_by_part"]
+    beside = plan["device_bytes"] - parts["weights"] - parts.get("other", 0)
+    return {"over_weights_bytes": beside, "host_bytes": plan["host_bytes"]}
+
+
+def _decode_up_bytes(calls: list[tuple[tuple[int, int], Generation]]) -> float | None:
+    """Return the bytes copied up for one decoded token.
+
+    Known where the warm-up had the same prompt and generated less: prefill cancels out.
+    """
+    (first_length, first_count), first = calls[0]
+    (last_length, last_count), last = calls[-1]
+    if first_length != last_length or first_count == last_count:
+        return None
+    return (_known(last.bytes_up) - _known(first.bytes_up)) / (last_count - first_count)
 
 
 def _warm_ups(plan: Plan) -> int:
@@ -190,39 +220,24 @@ def _schedule(plan: Plan, tokens: int, new_tokens: int) -> Iterator[tuple[int, i
 
 
 @contextmanager
-def _engine(name: str, bench: Bench, plan: Plan, max_tokens: int) -> Iterator[Any]:
+def _engine(name: str, bench: Bench, plan: Plan, max_tokens: int) -> Iterator[Engine]:
     """Build one of our engines on random weights; its folder holds a config.json alone."""
-    factory = getattr(engines, "offload" if name == CHUNKED else name, None)
-    if factory is None:
-        raise ConfigurationError(f"{name}: this version of backends.engine has no such preset.")
     with tempfile.TemporaryDirectory(prefix="bench_engine-") as folder:
         config = json.dumps(bench.shape.config(max_tokens))
         (Path(folder) / "config.json").write_text(config)
-        engine = factory(
+        engine = PRESETS[name](
             model_path=folder,
             device=str(bench.device),
             threads=plan.threads,
             max_model_len=max_tokens,
             dtype=str(bench.dtype).removeprefix("torch."),
-            **_weights_argument(factory, plan.weights, Path(folder)),
+            weights=plan.weights,
             **plan.settings_of(name),
         )
     try:
         yield engine
     finally:
         engine.close()
-
-
-def _weights_argument(
-    factory: Callable[..., Any], weights: RandomWeights, folder: Path
-) -> dict[str, Any]:
-    """Pass weights from memory where the preset takes them, else through a file."""
-    if "weights" in inspect.signature(factory).parameters:
-        return {"weights": weights}
-    from safetensors.torch import save_file  # noqa: PLC0415
-
-    save_file({name: weights[name] for name in weights}, folder / "model.safetensors")
-    return {}
 
 
 # --- transformers -------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,7 @@ COLUMNS = (
     "share of the limit",
     "share, all rows",
     "compared with",
-    "over weights, GiB",
-    "planned, GiB",
+    "over weights, GiB (planned)",
     "up, GB (of expected)",
     "down, GB (of expected)",
     "built in",
@@ -48,8 +47,10 @@ LEGEND = """\
 Limits are worked out from this table's own ceilings; docs/gpu_benchmarks.md says how. "Share of the
 limit" of a prefill is against the work that one next-token answer needs, "all rows" against all
 layers whole. "Compared with": how many times as fast as the row named. "Over weights": peak device
-memory of the measured calls less the weights; "planned": the engine's own device plan, weights
-included. Up and down: keys and values copied in one whole call, decode included."""
+memory of the measured calls less the weights, and in brackets what the engine planned (on a CPU the
+peak is that of the cache's own buffers alone). Up and down: keys and values copied in one whole
+call, decode included; in a row of decode those of one token. In brackets the share of the bytes
+expected from the shape where nothing that a ring keeps saves a copy."""
 
 
 class Figures:
@@ -150,7 +151,7 @@ def render(manifest: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
     """Return the Markdown document of a folder: settings, ceilings, a table a length, ratios."""
     figures = Figures(manifest["settings"], rows)
     parts = ["# Engine and transformers on one machine", _heading(manifest)]
-    parts += ["## Ceilings", *_ceilings(figures)]
+    parts += ["## Ceilings", *_ceilings(figures, manifest["runs"])]
     for tokens in figures.lengths():
         parts += [f"## {tokens} tokens", *_limits(figures, tokens), _length_table(figures, tokens)]
         ratios = list(_ratios(figures, tokens))
@@ -187,7 +188,7 @@ def _heading(manifest: Mapping[str, Any]) -> str:
 # --- ceilings -----------------------------------------------------------------------------------
 
 
-def _ceilings(figures: Figures) -> Iterator[str]:
+def _ceilings(figures: Figures, runs: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     cells = []
     for name in ("copy", "memory"):
         for row in figures.ceilings(name):
@@ -199,6 +200,11 @@ def _ceilings(figures: Figures) -> Iterator[str]:
             rate = row["figures"]["operations_per_second"]
             cells.append((row["key"], f"{rate / 1e12:.4g} TFLOP/s"))
     yield markdown_table(("ceiling", "measured"), cells) if cells else "None was measured."
+    left_out = {name: why for run in runs for name, why in run.get("kernels_left_out", {}).items()}
+    if left_out:
+        yield "Attention kernels that cannot run here:\n" + "\n".join(
+            f"- {markdown_cell(why, None)}" for why in left_out.values()
+        )
 
 
 def _limits(figures: Figures, tokens: int) -> Iterator[str]:
@@ -240,8 +246,7 @@ def _prefill_cells(figures: Figures, row: Row) -> tuple[str, ...]:
         _share(limit, seconds),
         _share(figures.prefill_limit(tokens, all_rows=True), seconds),
         _compared(figures, row, "prefill_seconds"),
-        _gib(found.get("over_weights_bytes")),
-        _gib((found.get("memory_plan") or {}).get("device_bytes")),
+        _over_weights(found),
         _moved(found.get("up_bytes"), found.get("expected_up_bytes")),
         _moved(found.get("down_bytes"), found.get("expected_down_bytes")),
         _time(found["construct_seconds"]),
@@ -266,8 +271,26 @@ def _decode_cells(figures: Figures, row: Row) -> tuple[str, ...]:
         _share(limit, seconds),
         NONE,
         _compared(figures, row, "decode_seconds"),
-        *[NONE] * 5,
+        NONE,
+        _moved(found.get("decode_up_bytes"), _decode_expected(figures, row)),
+        NONE,
+        NONE,
     )
+
+
+def _decode_expected(figures: Figures, row: Row) -> int | None:
+    """Return the bytes that one decoded token brings up where all KV lie in CPU memory."""
+    if row["name"] not in OURS:
+        return None
+    if row["name"] == GPU_ONLY:
+        return 0
+    return kv_bytes(figures.shape, row["length"], figures.element_bytes)
+
+
+def _over_weights(found: Mapping[str, Any]) -> str:
+    planned = found.get("planned_bytes")
+    beside = f" ({_gib(planned['over_weights_bytes'])})" if planned else ""
+    return _gib(found.get("over_weights_bytes")) + beside
 
 
 def _title(row: Row) -> str:
@@ -410,7 +433,7 @@ def _gib(count: float | None) -> str:
     return NONE if count is None else f"{count / 2**30:.3f}"
 
 
-def _moved(moved: int | None, expected: int | None) -> str:
+def _moved(moved: float | None, expected: int | None) -> str:
     if moved is None or expected is None:
         return NONE
     share = f" ({moved / expected:.3f})" if expected else ""

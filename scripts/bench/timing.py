@@ -17,9 +17,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def free_memory(device: torch.device) -> None:
-    """Give memory back that nobody uses, and lift a cap that an engine may have set."""
-    gc.collect()
+def free_memory(device: torch.device, *, collect: bool) -> None:
+    """Give memory back that nobody uses, and lift a cap that an engine may have set.
+
+    Args:
+        device: whose memory.
+        collect: look for cycles of objects first, which takes a while.
+    """
+    if collect:
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         torch.cuda.empty_cache()

@@ -162,7 +162,16 @@ def test_with_a_cap_only_the_chunked_offload_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(subjects, "measure", measure)
     monkeypatch.setattr(bench_engine, "CEILINGS", ())
     arguments = [*BASIC, "--out", str(tmp_path), "--lengths", "96", "--new-tokens", "5"]
-    more = ["--device-memory-gb", "0.5", "--chunk-tokens", "16", "--gpu-blocks", "2"]
+    more = [
+        "--device-memory-gb",
+        "0.5",
+        "--host-memory-gb",
+        "9",
+        "--chunk-tokens",
+        "16",
+        "--gpu-blocks",
+        "2",
+    ]
     bench_engine.main([*arguments, *more])
     settings = {
         "chunk_tokens": 16,
@@ -170,6 +179,7 @@ def test_with_a_cap_only_the_chunked_offload_runs(monkeypatch, tmp_path):
         "attend_tokens": "block",
         "num_gpu_blocks": 2,
         "device_memory_gb": 0.5,
+        "host_memory_gb": 9.0,
     }
     assert asked == [("offload_chunked", 96, settings, 5)]
     assert list(read(tmp_path)) == [

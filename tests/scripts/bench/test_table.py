@@ -43,6 +43,7 @@ def attention(kernel, keys, rate, causal=True):
 def prompt(name, length, prefill, decode, settings=None, **figures):
     ours = {
         "over_weights_bytes": 2**30,
+        "planned_bytes": {"over_weights_bytes": 3 * 2**29, "host_bytes": 0},
         "logits_digest": ["a", "b"],
         "repeats_equal": True,
         "kernel": "k",
@@ -85,7 +86,15 @@ ROWS = [
     prompt("transformers", 100, 50.0, 30.0),
     prompt("transformers_offloaded", 100, 60.0, 40.0),
     prompt("gpu_only", 100, 40.0, 10.0),
-    prompt("offload_layerwise", 100, 32.0, 2.0, up_bytes=50, expected_up_bytes=100),
+    prompt(
+        "offload_layerwise",
+        100,
+        32.0,
+        2.0,
+        up_bytes=50,
+        expected_up_bytes=100,
+        decode_up_bytes=KV_BYTES * 75,
+    ),
     prompt("offload_chunked", 100, 80.0, 4.0, CHUNKED, chunk_tokens=32, attend_tokens=64),
 ]
 
@@ -131,11 +140,12 @@ def test_shares_and_ratios_are_those_worked_out_by_hand():
     assert prefill[5] == "1.250x transformers"
     layerwise = cells_of(text, "offload_layerwise: prefill")
     assert layerwise[5] == "1.250x gpu_only"
-    assert layerwise[6] == "1.000"
-    assert layerwise[8] == "0.000 (0.500)"
+    assert layerwise[6] == "1.000 (1.500)"
+    assert layerwise[7] == "0.000 (0.500)"
     # 100 tokens' KV at 100 tokens' KV a second: one second a token.
     decode = cells_of(text, "offload_layerwise: decode, a token")
     assert decode[2:4] == ["1.000 s (copy)", "0.500"]
+    assert decode[7] == "0.000 (0.750)"
     assert decode[5] == "20.000x transformers_offloaded"
     weights = (3 * (64 * 128 + 64 * 64 + 3 * 64 * 160 + 2 * 64) + 64 + 64 * 4096) * 2
     memory_limit = (weights + KV_BYTES * 101) / 1e6
@@ -183,6 +193,11 @@ def test_a_capped_row_stands_beside_the_others_and_is_not_compared_with():
     assert cells_of(text, f"{name} within 24 GiB: prefill")[0] == "8.000 s"
     share = cells_of(text, "offload_chunked prefill, share of the compute limit")
     assert share == [f"{compute_limit(100) / 80:.3f}"]
+
+
+def test_kernels_left_out_are_listed_with_their_reasons():
+    runs = [MANIFEST["runs"][0] | {"kernels_left_out": {"fa3": "it is not installed"}}]
+    assert "- it is not installed" in document(ROWS, MANIFEST | {"runs": runs})
 
 
 def test_failed_rows_are_listed():

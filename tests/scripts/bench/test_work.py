@@ -1,5 +1,7 @@
 """Operations and bytes against counts by hand, transformers' model and its cache."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from backends.engine.shape import read_shape
 from scripts.bench import work
 from scripts.bench.shapes import SHAPES, WEIGHT_STD, RandomWeights
 
@@ -135,3 +138,16 @@ def test_random_weights_are_the_same_each_time_and_different_for_each_name():
     assert "model.norm.bias" not in weights
     with pytest.raises(KeyError):
         weights["model.norm.bias"]
+
+
+def test_the_8b_shape_is_a_model_of_transformers_and_of_the_engine(tmp_path):
+    config = LLAMA.config(524_288 + 5)
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(LlamaConfig(**config)).state_dict()
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == LLAMA.weight_shapes()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 32, 8, 128)
+    assert shape.max_positions == 524_293
+    assert not shape.tied_embeddings
+    assert float(shape.inverse_frequencies[-1]) == pytest.approx(500_000 ** (-126 / 128))
