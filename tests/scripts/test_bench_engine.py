@@ -225,3 +225,15 @@ def test_a_folder_of_another_shape_is_refused(finished, capsys):
     arguments = [*BASIC, "--out", str(finished[1]), "--seed", "9", "--lengths", "96"]
     assert bench_engine.main(arguments) == bench_engine.WRONG
     assert "seed: 0 there, 9 here" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_every_row_is_measured_on_a_gpu(tmp_path):
+    arguments = ["--shape", "tiny", "--device", "cuda", "--out", str(tmp_path), "--lengths", "256"]
+    assert bench_engine.main([*arguments, "--new-tokens", "4"]) == bench_engine.DONE
+    rows = read(tmp_path)
+    resident = of(rows, "gpu_only", 256)
+    layerwise = of(rows, "offload_layerwise", 256)
+    assert layerwise["logits_digest"] == resident["logits_digest"]
+    assert all(of(rows, name, 256)["over_weights_bytes"] > 0 for name in subjects.SUBJECTS)
