@@ -154,6 +154,7 @@ def render(manifest: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
     parts += ["## Ceilings", *_ceilings(figures, manifest["runs"])]
     for tokens in figures.lengths():
         parts += [f"## {tokens} tokens", *_limits(figures, tokens), _length_table(figures, tokens)]
+        parts += _mixed_runs(figures, tokens)
         ratios = list(_ratios(figures, tokens))
         if ratios:
             cells = [(ratio.name, ratio.value) for ratio in ratios]
@@ -218,6 +219,12 @@ def _limits(figures: Figures, tokens: int) -> Iterator[str]:
         f"Compute limit of the prefill: {_time(needed)} for what one answer needs, {_time(whole)} "
         f"with all rows of the last layer{other}."
     )
+
+
+def _mixed_runs(figures: Figures, tokens: int) -> Iterator[str]:
+    runs = {row["run"] for row in figures.of_length(tokens) if row["error"] is None}
+    if len(runs) > 1:
+        yield f"The rows of this length come from {len(runs)} runs of the command, not from one."
 
 
 # --- one length ---------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def prompt(name, length, prefill, decode, settings=None, **figures):
         "key": f"{name} {length} {settings}",
         "kind": "prompt",
         "name": name,
+        "run": 0,
         "length": length,
         "settings": settings or {},
         "error": None,
@@ -198,6 +199,12 @@ def test_a_capped_row_stands_beside_the_others_and_is_not_compared_with():
 def test_kernels_left_out_are_listed_with_their_reasons():
     runs = [MANIFEST["runs"][0] | {"kernels_left_out": {"fa3": "it is not installed"}}]
     assert "- it is not installed" in document(ROWS, MANIFEST | {"runs": runs})
+
+
+def test_rows_of_several_runs_are_said_to_be():
+    assert "runs of the command" not in document(ROWS)
+    later = prompt("gpu_only", 100, 1.0, None) | {"run": 1}
+    assert "come from 2 runs" in document([*ROWS, later | {"key": "another"}])
 
 
 def test_failed_rows_are_listed():
