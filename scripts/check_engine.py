@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--prepare-only", action="store_true", help="make the samples, no engine")
     parser.add_argument("--render", action="store_true", help="write the report anew, no engine")
@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     data.add_argument("--longest", type=int, help="soak: default 8192 on a CPU, 32768 on CUDA")
     data.add_argument("--fresh", default="100", help="soak: requests for fresh engines; or all")
     data.add_argument("--soak-seed", type=int, default=0, help="soak: of lengths and orders")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def check_options(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from ruler_bench.config import shareable
 from ruler_bench.errors import UsageError
 from ruler_bench.journal import prompt_hash
 from ruler_bench.records import Record, RecordWriter, read_records, repair_last_line
+from ruler_bench.tasks import Question
 from scripts.check.engines import EngineSpec
 from scripts.check.memory import MemorySample
 from scripts.check.serving import Done, Failure, Life, Message, Step, Stream
@@ -145,7 +146,7 @@ class Ledger:
         return [f"{arm}: {reason}" for arm, reason in found.items() if arm.startswith(prefix)]
 
     def begin_command(self, command: list[str], device: str) -> None:
-        """Note a command that adds to the folder."""
+        """Note a command that adds to the folder, once one of its checks begins."""
         self.manifest["wrong_settings"] = False
         self.manifest["commands"].append(
             {
@@ -155,7 +156,6 @@ class Ledger:
                 "versions": files.versions(),
             }
         )
-        self._write_manifest()
 
     def close(self) -> None:
         """Close the file of answers."""
@@ -183,7 +183,7 @@ def open_ledger(folder: Path) -> Iterator[Ledger]:
             ledger.close()
 
 
-def steps(questions: Iterable[tuple[int, Any]]) -> tuple[Step, ...]:
+def steps(questions: Iterable[tuple[int, Question]]) -> tuple[Step, ...]:
     """Return numbered questions as steps."""
     return tuple(Step(number, question) for number, question in questions)
 

@@ -12,7 +12,7 @@ from ruler_bench.errors import UsageError
 
 WARM_UP_REQUESTS = 10
 """Requests after which memory must be flat."""
-RSS_BOUND_BYTES = 32 << 20
+RSS_BOUND_BYTES = 16 << 20
 """How far host memory may lie above what it was after the warm-up."""
 RESERVED_BOUND_BYTES = 64 << 20
 """The same for what PyTorch's allocator holds, which rounds and splits what it hands out."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ruler_bench.report.tables import markdown_table
-from ruler_bench.report.text import human_bytes
+from ruler_bench.report.text import human_bytes, human_seconds
 from scripts.check.bench import Bench, Evidence, Verdict, problems_of
 from scripts.check.compare import compare_arms
 from scripts.check.ledger import Ledger, steps
@@ -131,10 +131,18 @@ def judge(ledger: Ledger, settings: dict[str, Any]) -> Verdict:
         "for each of these requests, in the same process, after the life of the first; "
         "new-process: one in a process of its own; gpu_only: one engine that serves all requests "
         "in another order.",
+        "Serving took "
+        + ", ".join(_time(ledger, arm) for arm in (_PERSISTENT, _FRESH, _RESIDENT))
+        + ", the start of engines not counted.",
         *evidence.parts(),
         _memory_table(grown),
     )
     return Verdict(NAME, evidence.passed, summary, parts)
+
+
+def _time(ledger: Ledger, arm: str) -> str:
+    seconds = sum(record.total_seconds or 0 for record in ledger.records(arm))
+    return f"{human_seconds(seconds)} ({arm})"
 
 
 def _memory_table(grown: Sequence[Growth]) -> str:
