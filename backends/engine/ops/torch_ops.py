@@ -187,6 +187,15 @@ def _attend(
     """Return the float32 output [heads, head_dim] and log-sum-exp [heads] of one query."""
     kv_heads, head_dim = keys.shape[1:]
     queries = query.reshape(kv_heads, -1, head_dim).float()
-    scores = queries @ keys.permute(1, 2, 0).float() * scale
-    output = scores.softmax(-1) @ values.transpose(0, 1).float()
+    scores = queries @ _packed(keys).transpose(1, 2) * scale
+    output = scores.softmax(-1) @ _packed(values)
     return output.reshape(-1, head_dim), scores.logsumexp(-1).flatten()
+
+
+def _packed(rows: torch.Tensor) -> torch.Tensor:
+    """Return a float32 copy [kv_heads, rows, head_dim].
+
+    Always a copy: a product's bits may depend on how its factors lie in memory.
+    """
+    heads_first = rows.transpose(0, 1)
+    return heads_first.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

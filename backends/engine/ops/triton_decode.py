@@ -183,6 +183,7 @@ def attend_kernel(
     limit = tl.minimum(tl.load(stop), first + max_keys)
     if begin >= limit:
         return
+    tail_first = tl.load(tail_start)
     dims = tl.arange(0, dim_block)
     member = tl.arange(0, group_block)
     head = kv_head * group + member
@@ -195,15 +196,13 @@ def attend_kernel(
     for ahead in range(0, split_tokens, key_block):
         position = begin + ahead + tl.arange(0, key_block)
         row = position - first
-        there = (position < limit) & (row < key_rows)
-        key_row = keys + row * key_stride
-        value_row = values + row * value_stride
-        if tail_keys is not None:
-            row = position - tl.load(tail_start)
-            late = row >= 0
-            there = (position < limit) & tl.where(late, row < tail_rows, there)
-            key_row = tl.where(late, tail_keys + row * tail_key_stride, key_row)
-            value_row = tl.where(late, tail_values + row * tail_value_stride, value_row)
+        late_row = position - tail_first
+        late = late_row >= 0
+        there = (position < limit) & tl.where(late, late_row < tail_rows, row < key_rows)
+        key_row = tl.where(late, tail_keys + late_row * tail_key_stride, keys + row * key_stride)
+        value_row = tl.where(
+            late, tail_values + late_row * tail_value_stride, values + row * value_stride
+        )
         mask = there[:, None] & (dims < head_dim)[None, :]
         key = tl.load(key_row[:, None] + cells, mask=mask, other=0.0)
         value = tl.load(value_row[:, None] + cells, mask=mask, other=0.0)

@@ -29,15 +29,22 @@ from backends.engine.ops.triton_rows import (
 
 _LOAD_BYTES = 16  # the widest load of a thread
 _SILU_BLOCK = 2048
-_ROTATE_PAIRS = 1024  # pairs of cells in a program
+# Pairs of cells in a program. One warp handles them: the more heads a thread turns by the same
+# angles, the fewer sines are worked out twice.
+_ROTATE_PAIRS = 1024
 _MERGE_CELLS = 2048
 _PROJECT_ROWS = 4
 _GATED_ROWS = 2
-_PROJECT_BLOCKS = (1024, 512)  # the first that divides the inputs
-_ATTEND_CELLS = 8192  # of keys, and as many of values, in flight a stage
+_PROJECT_BLOCK = 1024  # inputs: with four warps, one or two loads a thread
+# Cells of keys in a step, and as many of values, and steps in flight: those of 16-bit floats fill
+# memory's pipeline; float32 has no tensor cores of full precision and needs registers instead.
+_ATTEND_CELLS = {2: 8192, 4: 1024}
+_ATTEND_STAGES = {2: 3, 4: 2}
 _MIN_GROUP = 16  # rows of the smallest tensor core product
-_COMBINE_SPLITS = 128
-_COMBINE_DIMS = 32
+_MIN_KEYS = 16  # its length
+# One step merges 131072 keys; each row of it is two sectors of memory.
+_COMBINE_SPLITS = 512
+_COMBINE_DIMS = 16
 
 
 class TritonOps:
@@ -109,7 +116,8 @@ class TritonOps:
             half=head_dim // 2,
             head_block=head_block,
             half_block=half_block,
-            num_warps=4,
+            num_warps=1,
+            enable_fp_fusion=False,  # so that keys have the same bits without queries
         )
 
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
@@ -183,7 +191,7 @@ class TritonOps:
             hidden=hidden,
             outputs=outputs,
             row_block=_PROJECT_ROWS,
-            block=_project_block(hidden),
+            block=_PROJECT_BLOCK,
             vector=_LOAD_BYTES // weight.element_size(),
             num_warps=4,
         )
@@ -210,7 +218,7 @@ class TritonOps:
             hidden=hidden,
             outputs=outputs,
             row_block=_GATED_ROWS,
-            block=_project_block(hidden),
+            block=_PROJECT_BLOCK,
             vector=_LOAD_BYTES // weight.element_size(),
             num_warps=4,
         )
@@ -237,7 +245,12 @@ class TritonOps:
         heads, head_dim = query.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
+        size = keys.element_size()
         dim_block = triton.next_power_of_2(head_dim)
+        if tail_keys is None or tail_values is None or tail_start is None:
+            # One compiled kernel for both cases, so that they give the same bits: no position
+            # below `stop` lies in this tail.
+            tail_keys, tail_values, tail_start = keys, values, stop
         attend_kernel[(splits_for(max_keys) * kv_heads,)](
             query,
             keys,
@@ -251,21 +264,21 @@ class TritonOps:
             first,
             max_keys,
             keys.shape[0],
-            0 if tail_keys is None else tail_keys.shape[0],
+            tail_keys.shape[0],
             scale,
             _row_stride(keys),
             _row_stride(values),
-            0 if tail_keys is None else _row_stride(tail_keys),
-            0 if tail_values is None else _row_stride(tail_values),
+            _row_stride(tail_keys),
+            _row_stride(tail_values),
             kv_heads=kv_heads,
             group=group,
             head_dim=head_dim,
             group_block=max(triton.next_power_of_2(group), _MIN_GROUP),
-            key_block=min(_ATTEND_CELLS // dim_block, SPLIT_TOKENS),
+            key_block=min(max(_ATTEND_CELLS[size] // dim_block, _MIN_KEYS), SPLIT_TOKENS),
             dim_block=dim_block,
             split_tokens=SPLIT_TOKENS,
             num_warps=4,
-            num_stages=3 if keys.element_size() == 2 else 2,
+            num_stages=_ATTEND_STAGES[size],
         )
 
     def combine_splits(
@@ -287,7 +300,7 @@ class TritonOps:
             split_block=_COMBINE_SPLITS,
             dim_block=_COMBINE_DIMS,
             split_tokens=SPLIT_TOKENS,
-            num_warps=4,
+            num_warps=8,
         )
 
 
@@ -297,9 +310,3 @@ def _row_stride(tensor: torch.Tensor) -> int:
     Triton compiles anew when a stride is no longer a multiple of 16.
     """
     return tensor.stride(0) if tensor.shape[0] != 1 else tensor.numel()
-
-
-def _project_block(inputs: int) -> int:
-    """Return how many inputs are read at once."""
-    whole = [block for block in _PROJECT_BLOCKS if inputs % block == 0]
-    return whole[0] if whole else _PROJECT_BLOCKS[-1]
