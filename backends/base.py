@@ -78,6 +78,8 @@ class Generation:
         peak_device_bytes: peak device memory; on a CPU the cache's own device-side buffers.
         kernel: the attention kernel that ran.
         density: share of the causal key blocks computed, for sparse prefill.
+        copy_hidden_share: of the time that KV copies took on the device, the share during which a
+            kernel ran, too; known where the request was traced.
     """
 
     token_ids: tuple[int, ...] | None = None
@@ -93,6 +95,7 @@ class Generation:
     peak_device_bytes: int | None = None
     kernel: str | None = None
     density: float | None = None
+    copy_hidden_share: float | None = None
 
 
 @runtime_checkable
@@ -134,6 +137,10 @@ class PromptTooLong(RequestError):  # noqa: N818 (what happened, not "Error" twi
 
 class OutOfMemory(RequestError):  # noqa: N818
     """The device ran out of memory; the engine has released the request."""
+
+
+class RequestCancelled(RequestError):  # noqa: N818
+    """Somebody ended the request before it was done; the engine has released it."""
 
 
 class NonFiniteLogits(RequestError):  # noqa: N818

@@ -1,6 +1,7 @@
 """The project's own engine: exact attention with the KV cache on the device or in CPU memory.
 
-Two presets of one class: `gpu_only` and `offload`. Every setting is a keyword argument.
+Three presets of one class: `gpu_only`, `offload` and `offload_layerwise`. Every setting is a
+keyword argument.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
+
 from backends.base import ConfigurationError
 from backends.engine.engine import Engine
 from backends.engine.policy import policy_name
 from backends.engine.settings import OffloadSettings, Settings
 
-__all__ = ["Engine", "gpu_only", "offload"]
+__all__ = ["Engine", "gpu_only", "offload", "offload_layerwise"]
 
 
 def gpu_only(
@@ -29,6 +32,13 @@ def gpu_only(
     policy: Mapping[str, Any] | None = None,
     poison: bool = False,
     fault: str | None = None,
+    device_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    synchronise: bool = False,
+    checkpoint: str | None = None,
+    checkpoint_tensors: bool = False,
+    timeline: str | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Engine:
     """Build an engine that keeps all keys and values on the device.
 
@@ -46,6 +56,17 @@ def gpu_only(
         policy: which keys prefill reads; {"name": "full"} and None mean all.
         poison: fill freed and unwritten cells with NaN, and stop at the first that is read.
         fault: a seeded fault by name; none are known yet.
+        device_memory_gb: the most device memory that the process may take, in GiB (2**30 bytes),
+            CUDA's own share included; None is what is free.
+        host_memory_gb: CPU memory that may be taken, in GiB, instead of what is detected.
+        synchronise: wait for the whole device after every copy, to see whether a fault is one of
+            order; slow.
+        checkpoint: folder for digests of what every layer and step computes, for
+            `python -m ruler_bench.divergence`; slow.
+        checkpoint_tensors: keep the rows themselves there, too.
+        timeline: folder for a Chrome trace of each request; slow.
+        weights: the model's tensors by transformers' names, instead of the files in `model_path`;
+            for callers in Python.
 
     Raises:
         ConfigurationError: a setting cannot be honoured.
@@ -64,7 +85,14 @@ def gpu_only(
             poison=poison,
             fault=fault,
             offload=None,
-        )
+            device_memory_gb=device_memory_gb,
+            host_memory_gb=host_memory_gb,
+            synchronise=synchronise,
+            checkpoint=checkpoint,
+            checkpoint_tensors=checkpoint_tensors,
+            timeline=timeline,
+        ),
+        weights,
     )
 
 
@@ -81,10 +109,18 @@ def offload(
     attend_tokens: int | Literal["block"] | None = "block",
     offload: Literal["always", "never", "auto"] = "always",
     resident_tokens: int | None = None,
+    prefix_cache: bool = False,
     attention: str = "auto",
     policy: Mapping[str, Any] | None = None,
     poison: bool = False,
     fault: str | None = None,
+    device_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    synchronise: bool = False,
+    checkpoint: str | None = None,
+    checkpoint_tensors: bool = False,
+    timeline: str | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Engine:
     """Build an engine that keeps keys and values in CPU memory, and what it reads in a ring.
 
@@ -105,10 +141,18 @@ def offload(
             those on the device that are short enough.
         resident_tokens: with "auto", the longest request, prompt and generation, that stays on
             the device; None is what the ring holds.
+        prefix_cache: keep finished blocks, and reuse those whose tokens begin a later prompt.
         attention: name of the attention kernel.
         policy: which keys prefill reads.
         poison: fill freed and unwritten cells with NaN.
         fault: a seeded fault by name.
+        device_memory_gb: the most device memory, in GiB.
+        host_memory_gb: CPU memory that may be taken, in GiB.
+        synchronise: wait for the whole device after every copy.
+        checkpoint: folder for digests of what is computed.
+        checkpoint_tensors: keep the rows, too.
+        timeline: folder for Chrome traces.
+        weights: the model's tensors by name.
 
     Raises:
         ConfigurationError: a setting cannot be honoured.
@@ -136,6 +180,96 @@ def offload(
                 resident_tokens=resident_tokens,
                 num_gpu_blocks=num_gpu_blocks,
                 kvcache_block_size=kvcache_block_size,
+                prefix_cache=prefix_cache,
             ),
-        )
+            device_memory_gb=device_memory_gb,
+            host_memory_gb=host_memory_gb,
+            synchronise=synchronise,
+            checkpoint=checkpoint,
+            checkpoint_tensors=checkpoint_tensors,
+            timeline=timeline,
+        ),
+        weights,
+    )
+
+
+def offload_layerwise(
+    *,
+    model_path: str,
+    device: str = "cpu",
+    threads: int = 1,
+    max_model_len: int | None = None,
+    dtype: str = "auto",
+    num_kv_buffers: int = 4,
+    attention: str = "auto",
+    policy: Mapping[str, Any] | None = None,
+    poison: bool = False,
+    fault: str | None = None,
+    device_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    synchronise: bool = False,
+    checkpoint: str | None = None,
+    checkpoint_tensors: bool = False,
+    timeline: str | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Engine:
+    """Build an engine that keeps keys and values in CPU memory, a layer at a time on the device.
+
+    The whole prompt goes through a layer in one step, so that its keys and values are copied down
+    once, while the next layers compute, and nothing comes back before decode. There the layers
+    are loaded ahead, up to one less than there are buffers. The same engine as `offload` with
+    blocks as long as the context, and with the bits of `gpu_only` with null for both chunk_tokens
+    and attend_tokens.
+
+    Args:
+        model_path: as for `gpu_only`, like all that is not explained here.
+        device: where the computation runs.
+        threads: CPU threads.
+        max_model_len: tokens of prompt and generation that one request may take.
+        dtype: of weights, activations, keys and values.
+        num_kv_buffers: buffers on the device, at least 2, each as long as the context, for keys
+            and values of one layer. Those that decode does not need to stream keep their layers.
+        attention: name of the attention kernel.
+        policy: which keys prefill reads.
+        poison: fill freed and unwritten cells with NaN.
+        fault: a seeded fault by name.
+        device_memory_gb: the most device memory, in GiB.
+        host_memory_gb: CPU memory that may be taken, in GiB.
+        synchronise: wait for the whole device after every copy.
+        checkpoint: folder for digests of what is computed.
+        checkpoint_tensors: keep the rows, too.
+        timeline: folder for Chrome traces.
+        weights: the model's tensors by name.
+
+    Raises:
+        ConfigurationError: a setting cannot be honoured.
+    """
+    return Engine(
+        Settings(
+            model_path=model_path,
+            device=device,
+            threads=threads,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            chunk_tokens=None,
+            attend_tokens=None,
+            attention=attention,
+            policy=policy_name(policy),
+            poison=poison,
+            fault=fault,
+            offload=OffloadSettings(
+                mode="always",
+                resident_tokens=None,
+                num_gpu_blocks=num_kv_buffers,
+                kvcache_block_size=None,
+                slots_key="num_kv_buffers",
+            ),
+            device_memory_gb=device_memory_gb,
+            host_memory_gb=host_memory_gb,
+            synchronise=synchronise,
+            checkpoint=checkpoint,
+            checkpoint_tensors=checkpoint_tensors,
+            timeline=timeline,
+        ),
+        weights,
     )

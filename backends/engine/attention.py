@@ -4,13 +4,17 @@
 can be merged exactly (online softmax, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). All
 tensors are [rows, heads, head_dim], rows outermost, as the cache holds them: a piece then has the
 same strides wherever it lies, and a kernel given the same numbers gives the same bits.
+
+One query (decode) on a GPU does not come here: `ops` has a kernel of its own for that.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +23,9 @@ from backends.engine.settings import require_name
 
 _HALF = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
+HOPPER = 9
+NO_CAPABILITY = 1000
+"""Above every GPU's compute capability."""
 
 
 class Attended(NamedTuple):
@@ -34,7 +41,18 @@ class Attended(NamedTuple):
     log_sum_exp: torch.Tensor
 
 
-KernelFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Attended]
+class Operands(NamedTuple):
+    """What one call of a kernel takes; `attention` explains each."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    causal: bool
+    scale: float
+    out: torch.Tensor | None = None
+
+
+KernelFunction = Callable[[Operands], Attended]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +60,33 @@ class Kernel:
     """An attention kernel by name, and where it can run.
 
     Attributes:
-        run: (query, key, value, causal, scale) -> (output, log-sum-exp).
+        run: attends.
+        package: what must be installed beside PyTorch, None where nothing has to be.
+        extra: the extra of this project that installs the package.
+        capability: the GPU's least compute capability.
+        capability_below: the first compute capability on which the package no longer runs.
+        writes_out: whether the output goes to `out`; others allocate it for each call.
     """
 
     name: str
     run: KernelFunction
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
+    package: str | None = None
+    extra: str = ""
+    capability: tuple[int, int] = (0, 0)
+    capability_below: tuple[int, int] = (NO_CAPABILITY, 0)
+    writes_out: bool = False
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, kernel: Kernel
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    kernel: Kernel,
+    out: torch.Tensor | None = None,
 ) -> Attended:
     """Attend to one piece of keys and values.
 
@@ -62,6 +96,7 @@ def attention(
         value: like `key`.
         causal: query i sees keys 0 to i; there must be as many queries as keys.
         kernel: from `choose_kernel`.
+        out: contiguous, like `query`; kernels with `writes_out` put the output there.
 
     Returns:
         The output in the dtype of `query`, and the log-sum-exp.
@@ -71,24 +106,7 @@ def attention(
     """
     if causal and query.shape[0] != key.shape[0]:
         raise ValueError(f"causal attention of {query.shape[0]} queries to {key.shape[0]} keys")
-    return kernel.run(query, key, value, causal, query.shape[-1] ** -0.5)
-
-
-def merge(first: Attended, second: Attended) -> Attended:
-    """Merge the attention to two sets of keys into the attention to both, in float32.
-
-    Where a log-sum-exp is minus infinity, the output beside it must be finite and counts for
-    nothing.
-    """
-    total = torch.logaddexp(first.log_sum_exp, second.log_sum_exp)
-    output = first.output.float() * _weight(first.log_sum_exp, total)
-    output.addcmul_(second.output.float(), _weight(second.log_sum_exp, total))
-    return Attended(output, total)
-
-
-def _weight(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    share = torch.where(torch.isneginf(part), part, part - total)
-    return share.exp_().unsqueeze(-1)
+    return kernel.run(Operands(query, key, value, causal, query.shape[-1] ** -0.5, out))
 
 
 def _grouped(
@@ -118,10 +136,9 @@ def _ungrouped(output: torch.Tensor, log_sum_exp: torch.Tensor) -> Attended:
     )
 
 
-def _math(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> Attended:
+def _math(of: Operands) -> Attended:
     """Plain float32 products; holds the whole score matrix."""
+    query, key, value, causal, scale, _ = of
     queries, keys, values = (tensor.float() for tensor in _grouped(query, key, value))
     scores = queries @ keys.transpose(-1, -2) * scale
     if causal:
@@ -131,20 +148,18 @@ def _math(
     return Attended(output.to(query.dtype), log_sum_exp)
 
 
-def _flash_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> Attended:
+def _flash_cpu(of: Operands) -> Attended:
     """PyTorch's flash attention for CPUs."""
+    query, key, value, causal, scale, _ = of
     output, log_sum_exp = _aten._scaled_dot_product_flash_attention_for_cpu(
         *_grouped(query, key, value), 0.0, causal, scale=scale
     )
     return _ungrouped(output, log_sum_exp)
 
 
-def _efficient(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> Attended:
+def _efficient(of: Operands) -> Attended:
     """PyTorch's memory-efficient attention for GPUs, the only fused one in float32."""
+    query, key, value, causal, scale, _ = of
     output, log_sum_exp, *_ = _aten._scaled_dot_product_efficient_attention(
         *_grouped(query, key, value), None, True, 0.0, causal, scale=scale
     )
@@ -152,10 +167,9 @@ def _efficient(
     return _ungrouped(output, log_sum_exp[..., : query.shape[0]])
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> Attended:
+def _flash(of: Operands) -> Attended:
     """FlashAttention-2 as built into PyTorch for GPUs (arXiv 2307.08691)."""
+    query, key, value, causal, scale, _ = of
     output, log_sum_exp, *_ = _aten._flash_attention_forward(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -172,12 +186,11 @@ def _flash(
     return Attended(output[0], log_sum_exp[0, :, : query.shape[0]].transpose(0, 1))
 
 
-def _cudnn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> Attended:
+def _cudnn(of: Operands) -> Attended:
     """Fused attention of cuDNN attention through PyTorch."""
+    query, key, value, causal, scale, _ = of
     if key.shape[0] == 1:  # which cuDNN does not take
-        return _math(query, key, value, causal, scale)
+        return _math(of)
     output, log_sum_exp, *_ = _aten._scaled_dot_product_cudnn_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
@@ -193,20 +206,83 @@ def _cudnn(
     return Attended(output[0].transpose(0, 1), log_sum_exp.reshape(heads, rows).transpose(0, 1))
 
 
+def _flash_attn(of: Operands) -> Attended:
+    """FlashAttention-2 from the package flash-attn (arXiv 2307.08691)."""
+    query, key, value, causal, scale, _ = of
+    output, log_sum_exp, _ = _package("flash_attn").flash_attn_func(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        softmax_scale=scale,
+        causal=causal,
+        return_attn_probs=True,
+    )
+    return Attended(output[0], log_sum_exp[0].transpose(0, 1))
+
+
+def _fa3(of: Operands) -> Attended:
+    """FlashAttention-3 for Hopper GPUs from the package fa3-fwd (arXiv 2407.08608).
+
+    The operator itself, because the package's function for Python takes no place for the output.
+    One split: the default lets the kernel choose by the GPU's load.
+    """
+    query, key, value, causal, scale, out = of
+    _package("fa3_fwd_interface")
+    output, log_sum_exp, *_ = torch.ops.fa3_fwd.fwd(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        out=None if out is None else out.unsqueeze(0),
+        softmax_scale=scale,
+        is_causal=causal,
+        num_splits=1,
+    )
+    return Attended(output[0], log_sum_exp[0].transpose(0, 1))
+
+
+def _package(name: str) -> Any:
+    return importlib.import_module(name)
+
+
 _ALL = (torch.float32, *_HALF)
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel("flash_cpu", _flash_cpu, ("cpu",), _ALL),
-        Kernel("flash", _flash, ("cuda",), _HALF),
-        Kernel("cudnn", _cudnn, ("cuda",), _HALF),
+        Kernel(
+            "fa3",
+            _fa3,
+            ("cuda",),
+            (torch.bfloat16,),
+            package="fa3_fwd_interface",
+            extra="fa3",
+            capability=(9, 0),
+            capability_below=(10, 0),
+            writes_out=True,
+        ),
+        Kernel(
+            "flash_attn",
+            _flash_attn,
+            ("cuda",),
+            _HALF,
+            package="flash_attn",
+            extra="flash",
+            capability=(8, 0),
+        ),
+        Kernel("cudnn", _cudnn, ("cuda",), _HALF, capability=(8, 0)),
+        Kernel("flash", _flash, ("cuda",), _HALF, capability=(8, 0)),
         Kernel("efficient", _efficient, ("cuda",), _ALL),
+        Kernel("flash_cpu", _flash_cpu, ("cpu",), _ALL),
         Kernel("math", _math, ("cpu", "cuda"), _ALL),
     )
 }
-AUTO_ORDER = ("flash_cpu", "flash", "cudnn", "efficient", "math")
-"""What `auto` tries; the first that can run is taken. Never chosen by timing: that would differ
-from one process to the next, and so would the bits."""
+AUTO_ORDER = {
+    "hopper": ("fa3", "cudnn", "flash_attn", "flash", "efficient", "math"),
+    "cuda": ("flash_attn", "flash", "cudnn", "efficient", "math"),
+    "cpu": ("flash_cpu", "math"),
+}
+"""What `auto` tries; the first that can run is taken. The order on Hopper is that of the speeds in
+docs/gpu_benchmarks.md. Never chosen by timing: that would differ from one process to the next, and
+so would the bits."""
 
 
 def choose_kernel(
@@ -226,7 +302,7 @@ def choose_kernel(
         ConfigurationError: the name is unknown, or that kernel cannot run here.
     """
     require_name("backend.attention", name, ("auto", *KERNELS))
-    candidates = AUTO_ORDER if name == "auto" else (name,)
+    candidates = _auto_order(device) if name == "auto" else (name,)
     reasons = []
     for candidate in candidates:
         kernel = KERNELS[candidate]
@@ -242,15 +318,46 @@ def choose_kernel(
     )
 
 
+def _auto_order(device: torch.device) -> tuple[str, ...]:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER:
+        return AUTO_ORDER["hopper"]
+    return AUTO_ORDER[device.type]
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernel cannot run, as far as that is known without a trial."""
     if device.type not in kernel.devices:
         return f"it needs {' or '.join(kernel.devices)}"
     if dtype not in kernel.dtypes:
         return f"it takes {', '.join(_name(dtype) for dtype in kernel.dtypes)} only"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if not kernel.capability <= found < kernel.capability_below:
+            wanted = ".".join(map(str, kernel.capability))
+            below = kernel.capability_below
+            upper = f" and below {below[0]}.{below[1]}" if below[0] < NO_CAPABILITY else ""
+            return (
+                f"it needs a GPU of compute capability {wanted} or more{upper}, this one has "
+                f"{found[0]}.{found[1]}"
+            )
+    return _missing_package(kernel)
+
+
+def _missing_package(kernel: Kernel) -> str | None:
+    if kernel.package is None:
+        return None
+    install = f'pip install "ruler_bench[{kernel.extra}]"'
+    if importlib.util.find_spec(kernel.package) is None:
+        return f"its package is not installed; {install} installs it"
+    try:
+        _package(kernel.package)
+    except (ImportError, OSError) as error:  # built for another PyTorch or CUDA
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"its package cannot be imported ({first}); {install} installs it anew"
     return None
 
 
@@ -266,14 +373,17 @@ def _trial(
             torch.randn(size, generator=generator).to(device, dtype)
             for size in ((queries, heads, head_dim), *[(keys, kv_heads, head_dim)] * 2)
         )
-        scale = head_dim**-0.5
+        of = Operands(query, key, value, causal, head_dim**-0.5, torch.empty_like(query))
         try:
-            found = kernel.run(query, key, value, causal, scale)
-        except (RuntimeError, ValueError) as error:
+            found = kernel.run(of)
+        except (RuntimeError, ValueError, TypeError) as error:
             return str(error).strip().splitlines()[0]
-        for got, wanted in zip(found, _math(query, key, value, causal, scale), strict=True):
+        wrong = f"a trial of {queries} queries and {keys} keys gives a wrong result"
+        if kernel.writes_out and of.out is not None and not torch.equal(of.out, found.output):
+            return wrong
+        for got, wanted in zip(found, _math(of), strict=True):
             if got.shape != wanted.shape or not torch.allclose(
                 got.float(), wanted.float(), rtol=tolerance, atol=tolerance
             ):
-                return f"a trial of {queries} queries and {keys} keys gives a wrong result"
+                return wrong
     return None

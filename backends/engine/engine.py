@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +22,28 @@ from backends.base import (
     OutOfMemory,
     PromptTooLong,
     Request,
+    RequestCancelled,
     RequestError,
 )
 from backends.digest import trace_logits
-from backends.engine import attention
-from backends.engine.cache.base import KVCache, KVLayout, KVSpan, Sequence, Step
+from backends.engine import attention, memory
+from backends.engine.cache.base import KVCache, Scalars, Sequence, StepPlan
 from backends.engine.cache.offload import OffloadCache
 from backends.engine.cache.resident import ResidentCache
+from backends.engine.checkpoint import CheckpointWriter
+from backends.engine.graph import CapturedStep
 from backends.engine.model import Decoder
+from backends.engine.ops import make_ops
+from backends.engine.pinned import HostPool
+from backends.engine.plan import Blueprint, context_tokens
 from backends.engine.policy import POLICIES
 from backends.engine.settings import Settings, resolve_device, resolve_dtype
 from backends.engine.shape import find_model, read_shape
+from backends.engine.steps import Attention, ManyRows, OneRow, Record
 from backends.engine.streams import make_streams
+from backends.engine.timeline import Timeline
+from backends.engine.weights import Checkpoint, StateDict, WeightSource
+from backends.engine.workspace import Workspace
 
 
 class Engine:
@@ -41,69 +55,160 @@ class Engine:
     alone, and nothing is chosen, compiled or allocated for the cache while serving.
 
     Args:
-        settings: from `backends.engine.gpu_only` or `backends.engine.offload`.
+        settings: from one of the presets in `backends.engine`.
+        weights: by transformers' names, instead of the files in the model's folder.
 
     Raises:
         ConfigurationError: a setting cannot be honoured.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self, settings: Settings, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         self._settings = settings
         self._device = resolve_device(settings.device)
-        self._dtype = resolve_dtype(settings.dtype, self._device)
+        self._open = False
+        self._cancelled = _Cancelled()
+        torch.set_num_threads(settings.threads)
+        self._policy = POLICIES[settings.policy]()
         folder = find_model(settings.model_path)
         shape = read_shape(folder)
-        self._context_tokens = _context_tokens(settings, shape.max_positions)
-        self._policy = POLICIES[settings.policy]()
-        torch.set_num_threads(settings.threads)
-        try:
-            self._kernel = attention.choose_kernel(
-                settings.attention,
-                self._device,
-                self._dtype,
-                (shape.heads, shape.kv_heads, shape.head_dim),
-            )
-            self._decoder = Decoder(shape, folder, self._device, self._dtype)
-            self._make_caches()
-        except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+        self._recorder = _recorder(settings)
+        self._timeline = _timeline(settings, self._device)
+        with torch.inference_mode(), _source(folder, weights) as source:
+            self._ops = make_ops(self._device, resolve_dtype(settings.dtype, self._device))
+            self._blueprint = self._draw(shape, source)
+            self._plan = self._blueprint.plan()
+            self._check_plan()
+            self._host = HostPool(device=self._device)
+            try:
+                self._build(source)
+            except BaseException as error:
+                self._free()
+                if _is_out_of_memory(error):
+                    raise ConfigurationError(
+                        f"weights and KV cache for backend.max_model_len={self._context_tokens} "
+                        f"tokens do not fit the memory of {self._device}: {_first_line(error)}"
+                    ) from error
                 raise
-            raise ConfigurationError(
-                f"weights and KV cache for backend.max_model_len={self._context_tokens} tokens do "
-                f"not fit the memory of {self._device}: {_first_line(error)}"
-            ) from error
         self._open = True
 
-    def _make_caches(self) -> None:
-        """Allocate every buffer for keys and values that there will ever be."""
-        settings, shape, context = self._settings, self._decoder.shape, self._context_tokens
-        layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, self._dtype, self._device)
-        self._streams = make_streams(self._device)
+    @property
+    def _context_tokens(self) -> int:
+        return self._blueprint.context_tokens
+
+    def _draw(self, shape: Any, source: WeightSource) -> Blueprint:
+        """Decide every buffer."""
+        settings = self._settings
+        dtype = resolve_dtype(settings.dtype, self._device)
+        blueprint = Blueprint(
+            settings=settings,
+            shape=shape,
+            tied=shape.tied_embeddings and "lm_head.weight" not in source,
+            device=self._device,
+            dtype=dtype,
+            kernel=attention.choose_kernel(
+                settings.attention,
+                self._device,
+                dtype,
+                (shape.heads, shape.kv_heads, shape.head_dim),
+            ),
+            one_token_kernels=self._ops.name == "triton",
+            context_tokens=context_tokens(settings, shape.max_positions),
+        )
+        if blueprint.geometry is not None:
+            blueprint.geometry.check()
+        return blueprint
+
+    def _check_plan(self) -> None:
+        """Print the memory plan, and refuse one that does not fit."""
+        settings = self._settings
+        limits = memory.read_limits(
+            self._device, settings.device_memory_gb, settings.host_memory_gb
+        )
+        for line in self._plan.lines(limits):
+            print(f"memory plan: {line}", file=sys.stderr)
+        for line in memory.check(self._plan, limits, self._blueprint.alternatives()):
+            print(f"memory plan: {line}", file=sys.stderr)
+        memory.cap_device(self._device, settings.device_memory_gb, memory.OUTSIDE_ALLOCATOR_BYTES)
+
+    def _build(self, source: WeightSource) -> None:
+        """Allocate every buffer that there will ever be, and warm up."""
+        blueprint, settings = self._blueprint, self._settings
+        self._decoder = Decoder(blueprint.shape, source, self._device, blueprint.dtype, self._ops)
+        self._work = Workspace(self._allocate(blueprint.work_buffers()))
+        self._decoder.work_in(self._work)
+        self._scalars = Scalars.on(self._device)
+        self._streams = make_streams(self._device, synchronise=settings.synchronise)
+        tensors = self._allocate(blueprint.cache_buffers())
         self._offload: OffloadCache | None = None
         self._resident: ResidentCache | None = None
-        self._resident_tokens = context
-        if settings.offload is not None and settings.offload.mode != "never":
+        if blueprint.geometry is not None:
             self._offload = OffloadCache(
-                layout,
+                blueprint.layout,
+                blueprint.geometry,
+                tensors,
                 self._streams,
-                context_tokens=context,
-                block_tokens=settings.offload.kvcache_block_size,
-                slots=settings.offload.num_gpu_blocks,
-                chunk_tokens=settings.chunk_tokens or context,
-                attend_tokens=settings.attend_tokens or context,
                 poisoned=settings.poison,
             )
-            longest = settings.offload.longest_resident_tokens
-            self._resident_tokens = min(longest, context) if settings.offload.mode == "auto" else 0
-        if self._resident_tokens:
-            self._resident = ResidentCache(layout, self._resident_tokens, poisoned=settings.poison)
+        if blueprint.resident_tokens:
+            self._resident = ResidentCache(tensors, poisoned=settings.poison)
+        self._attention = Attention(
+            blueprint.kernel, self._ops, self._work, poisoned=settings.poison
+        )
+        self._logits = _HostLogits(blueprint.shape.vocabulary, self._device)
+        self._captured: CapturedStep | None = None
+        self._warm_up()
+
+    def _allocate(self, buffers: tuple[memory.Buffer, ...]) -> dict[str, torch.Tensor]:
+        tensors = {
+            buffer.name: torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
+            for buffer in buffers
+            if buffer.place == "device"
+        }
+        on_host = [buffer for buffer in buffers if buffer.place == "host"]
+        return tensors | self._host.allocate_many(on_host, pin=self._device.type == "cuda")
+
+    def _warm_up(self) -> None:
+        """Run each kind of step once on a GPU, so that nothing is compiled while serving.
+
+        What a kernel allocates for a call is allocated once in full, so that the allocator holds
+        it from then on.
+        """
+        if self._device.type != "cuda":
+            return
+        passing = [
+            torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
+            for buffer in self._blueprint.passing_buffers()
+        ]
+        del passing
+        for cache in self._caches():
+            sequence = cache.admit(-1, min(3, self._context_tokens))
+            try:
+                if self._context_tokens >= 3:
+                    self._many(cache, sequence, (0, 0), want_logits=True, following=None)
+                self._one(cache, sequence, 0, None)
+            finally:
+                cache.release(sequence)
+        if self._resident is not None and self._captures:
+            self._captured = CapturedStep(self._resident_step(self._resident), self._device)
+        torch.cuda.synchronize(self._device)
+
+    @property
+    def _captures(self) -> bool:
+        """Whether steps of one token on the device are replayed from a graph."""
+        return (
+            self._blueprint.decodes_by_splits
+            and not self._settings.poison
+            and self._recorder is None
+        )
 
     def _caches(self) -> list[KVCache]:
         return [cache for cache in (self._resident, self._offload) if cache is not None]
 
     def _cache_for(self, tokens: int) -> KVCache:
         """Return where a request of `tokens` tokens in all is kept."""
-        if self._resident is not None and tokens <= self._resident_tokens:
+        if self._resident is not None and tokens <= self._blueprint.resident_tokens:
             return self._resident
         if self._offload is None:
             raise AssertionError("a request longer than the context was admitted")
@@ -116,6 +221,7 @@ class Engine:
             PromptTooLong: prompt and generation are longer than max_model_len; nothing was run.
             OutOfMemory: the device ran out of memory; the request is released.
             NonFiniteLogits: NaN or infinity came up; the request is released.
+            RequestCancelled: `cancel` was called; the request is released.
             RequestError: the request makes no sense, such as an empty prompt.
         """
         self._check(request)
@@ -130,29 +236,47 @@ class Engine:
         # Raised out here, where no traceback holds on to the failed request's tensors.
         raise OutOfMemory(f"request {request.request_id}: out of memory: {reason}")
 
+    def cancel(self, request_id: int) -> None:
+        """End a request, from any thread.
+
+        The one under way stops before its next layer, `generate` raises RequestCancelled, and the
+        request is released. One that has not begun is refused when it comes. One that is over is
+        not affected.
+        """
+        self._cancelled.add(request_id)
+
     def describe(self) -> dict[str, Any]:
         """Return every setting in force, and the bytes that are allocated for good."""
-        settings = self._settings
+        settings, blueprint = self._settings, self._blueprint
         in_force: dict[str, Any] = {
             "model_path": settings.model_path,
-            "architecture": self._decoder.shape.architecture,
+            "architecture": blueprint.shape.architecture,
             "device": str(self._device),
             "threads": settings.threads,
             "max_model_len": self._context_tokens,
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "attention": self._kernel.name,
+            "dtype": str(blueprint.dtype).removeprefix("torch."),
+            "attention": blueprint.kernel.name,
+            "ops": self._ops.name,
+            "decode": self._decode_name(),
             "chunk_tokens": settings.chunk_tokens,
             "attend_tokens": settings.attend_tokens,
             "policy": {"name": self._policy.name},
             "poison": settings.poison,
+            "synchronise": settings.synchronise,
             "fault": settings.fault,
+            "device_memory_gb": settings.device_memory_gb,
+            "host_memory_gb": settings.host_memory_gb,
+            "checkpoint": settings.checkpoint,
+            "checkpoint_tensors": settings.checkpoint_tensors,
+            "timeline": settings.timeline,
         }
         if settings.offload is not None:
             in_force |= {
                 "offload": settings.offload.mode,
-                "resident_tokens": self._resident_tokens,
-                "num_gpu_blocks": settings.offload.num_gpu_blocks,
-                "kvcache_block_size": settings.offload.kvcache_block_size,
+                "resident_tokens": blueprint.resident_tokens,
+                settings.offload.slots_key: settings.offload.num_gpu_blocks,
+                "kvcache_block_size": settings.offload.block_tokens(self._context_tokens),
+                "prefix_cache": settings.offload.prefix_cache,
             }
         return in_force | {
             "weight_bytes": self._decoder.weight_bytes,
@@ -162,20 +286,44 @@ class Engine:
                 for cache in self._caches()
                 for buffer in cache.host_buffers().values()
             ),
+            "memory_plan": self._plan.to_json(),
         }
+
+    def _decode_name(self) -> str:
+        if self._captured is not None:
+            return "captured graph"
+        return "kernels for one token" if self._blueprint.decodes_by_splits else "general kernels"
 
     def close(self) -> None:
         """Free weights and buffers. A second call does nothing."""
         if self._open:
             self._open = False
-            del self._decoder, self._resident, self._offload
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+                torch.cuda.synchronize(self._device)
+            self._free()
+
+    def _free(self) -> None:
+        for name in (
+            "_captured",
+            "_resident",
+            "_offload",
+            "_attention",
+            "_work",
+            "_decoder",
+            "_streams",
+            "_scalars",
+            "_logits",
+        ):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        self._host.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _check(self, request: Request) -> None:
         if not self._open:
             raise RequestError(f"request {request.request_id}: the engine is closed")
-        prompt, vocabulary = request.prompt_token_ids, self._decoder.shape.vocabulary
+        prompt, vocabulary = request.prompt_token_ids, self._blueprint.shape.vocabulary
         if not prompt:
             raise RequestError(f"request {request.request_id}: the prompt has no tokens")
         if request.max_new_tokens < 1:
@@ -198,33 +346,49 @@ class Engine:
     def _serve(self, request: Request) -> Generation:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        started = time.perf_counter()
-        total = len(request.prompt_token_ids) + request.max_new_tokens
-        cache = self._cache_for(total)
         copied_before = dict(self._streams.copied_bytes)
-        answer = _Answer(request)
-        sequence = cache.admit(request.request_id, total)
-        try:
-            answer.add(self._prefill(cache, sequence, request.prompt_token_ids))
-            first_token = time.perf_counter()
-            while answer.finish_reason is None:
-                answer.add(self._forward(cache, sequence, answer.token_ids[-1:], want_logits=True))
-            done = time.perf_counter()
-        finally:
-            cache.release(sequence)
+        timeline = self._timeline
+        with nullcontext() if timeline is None else timeline.request(request.request_id):
+            answer = self._answer(request)
         return Generation(
             token_ids=tuple(answer.token_ids),
-            finish_reason=answer.finish_reason,
+            finish_reason=answer.finish_reason or "length",
             logits_digest=tuple(answer.digests),
             top2_margin=tuple(answer.margins),
             prompt_tokens=len(request.prompt_token_ids),
-            ttft_seconds=first_token - started,
-            decode_seconds=done - first_token,
+            ttft_seconds=answer.first_token_at - answer.started_at,
+            decode_seconds=answer.done_at - answer.first_token_at,
             bytes_up=self._streams.copied_bytes["up"] - copied_before["up"],
             bytes_down=self._streams.copied_bytes["down"] - copied_before["down"],
             peak_device_bytes=self._peak_device_bytes(),
-            kernel=self._kernel.name,
+            kernel=self._blueprint.kernel.name,
+            copy_hidden_share=None if timeline is None else timeline.copy_hidden_share(),
         )
+
+    def _answer(self, request: Request) -> _Answer:
+        answer = _Answer(request)
+        total = len(request.prompt_token_ids) + request.max_new_tokens
+        cache = self._cache_for(total)
+        self._cancelled.check(request.request_id)
+        sequence = cache.admit(request.request_id, total)
+        try:
+            self._begin_record(request)
+            logits = self._prefill(cache, sequence, request)
+            while True:
+                row = self._logits.fetch(logits)
+                token = answer.choose(row)
+                if answer.finish_reason is None:
+                    following = self._following(sequence, answer)
+                    logits = self._one_token(cache, sequence, token, following)
+                # The row is looked through while the device computes the next.
+                answer.trace(row)
+                if answer.finish_reason is not None:
+                    return answer
+        finally:
+            cache.release(sequence)
+            self._cancelled.forget(request.request_id)
+            if self._recorder is not None:
+                self._recorder.end()
 
     def _peak_device_bytes(self) -> int:
         if self._device.type == "cuda":
@@ -238,137 +402,295 @@ class Engine:
             for name, buffer in cache.device_buffers().items()
         }
 
-    def _prefill(
-        self, cache: KVCache, sequence: Sequence, prompt: tuple[int, ...]
-    ) -> torch.Tensor | None:
+    def _prefill(self, cache: KVCache, sequence: Sequence, request: Request) -> torch.Tensor:
         """Run the prompt chunk by chunk; return the logits after its last token."""
+        prompt = request.prompt_token_ids
         chunk = self._settings.chunk_tokens or len(prompt)
         logits = None
         for start in range(0, len(prompt), chunk):
             stop = min(start + chunk, len(prompt))
+            if stop < len(prompt):
+                size = min(chunk, len(prompt) - stop)
+                following = self._step_plan(stop, size, last=stop + size == len(prompt))
+            elif request.max_new_tokens > 1:
+                following = self._step_plan(stop, 1, last=True)
+            else:
+                following = None
             logits = self._forward(
-                cache, sequence, prompt[start:stop], want_logits=stop == len(prompt)
+                cache, sequence, prompt[start:stop], stop == len(prompt), following
             )
+        if logits is None:
+            raise AssertionError("a prompt without logits")
         return logits
+
+    def _following(self, sequence: Sequence, answer: _Answer) -> StepPlan | None:
+        """Return the step after the one that is about to be asked for, if there may be one."""
+        if len(answer.token_ids) + 1 >= answer.request.max_new_tokens:
+            return None
+        return self._step_plan(sequence.length + 1, 1, last=True)
+
+    def _step_plan(self, length: int, count: int, *, last: bool) -> StepPlan:
+        """Plan a step of `count` tokens after `length` others."""
+        # A single new token sees every key, so its own joins the last span.
+        keys = length + (1 if count == 1 else 0)
+        spans = self._policy.spans(keys, self._settings.attend_tokens)
+        layers = self._blueprint.shape.layers
+        reads_all = last or (count == 1 and self._blueprint.decodes_by_splits)
+        return StepPlan(count, spans, layers if reads_all else layers - 1)
 
     def _forward(
         self,
         cache: KVCache,
         sequence: Sequence,
-        token_ids: SequenceOf[int],
-        *,
+        token_ids: tuple[int, ...],
         want_logits: bool,
+        following: StepPlan | None,
     ) -> torch.Tensor | None:
         """Run one step: the tokens that follow the sequence, through all layers."""
-        count, layers = len(token_ids), self._decoder.shape.layers
-        # A single new token sees every key, so its own joins the last span.
-        keys = sequence.length + (1 if count == 1 else 0)
-        spans = self._policy.spans(keys, self._settings.attend_tokens)
-        step = cache.begin(sequence, count, spans, layers if want_logits else layers - 1)
+        if len(token_ids) == 1 and self._blueprint.decodes_by_splits:
+            return self._one_token(cache, sequence, token_ids[0], following)
+        return self._many(cache, sequence, token_ids, want_logits=want_logits, following=following)
 
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            new = step.append(layer, key, value)
-            if not query.shape[0]:
-                return query
-            pieces = _pieces(step, layer, new, count, query.shape[0])
-            return self._attend(sequence, layer, query, pieces)
-
-        logits = self._decoder.forward(token_ids, sequence.length, attend, want_logits=want_logits)
-        step.finish()
+    def _one_token(
+        self, cache: KVCache, sequence: Sequence, token: int, following: StepPlan | None
+    ) -> torch.Tensor:
+        if self._blueprint.decodes_by_splits:
+            return self._one(cache, sequence, token, following)
+        logits = self._many(cache, sequence, (token,), want_logits=True, following=following)
+        if logits is None:
+            raise AssertionError("a step without logits")
         return logits
 
-    def _attend(
+    def _many(
         self,
+        cache: KVCache,
         sequence: Sequence,
-        layer: int,
-        query: torch.Tensor,
-        pieces: Iterator[tuple[KVSpan, bool]],
-    ) -> torch.Tensor:
-        """Attend to the pieces in order and merge; returns [queries, heads, head_dim]."""
-        merged: attention.Attended | None = None
-        for piece, causal in pieces:
-            part = attention.attention(
-                query, piece.keys, piece.values, causal=causal, kernel=self._kernel
-            )
-            if self._settings.poison:
-                _refuse_nan(part.output, sequence, layer, piece)
-            merged = part if merged is None else attention.merge(merged, part)
-        if merged is None:
-            raise AssertionError("a step without keys")
-        return merged.output.to(query.dtype)
-
-
-def _pieces(
-    step: Step, layer: int, new: KVSpan, count: int, queries: int
-) -> Iterator[tuple[KVSpan, bool]]:
-    """Yield what the step's queries read, in ascending order, and whether causally."""
-    for span in step.history(layer):
-        yield span, False
-    if count > 1:
-        yield new, queries == count
-
-
-def _refuse_nan(output: torch.Tensor, sequence: Sequence, layer: int, piece: KVSpan) -> None:
-    if not bool(output.isfinite().all()):
-        last = piece.start + piece.keys.shape[0] - 1
-        raise NonFiniteLogits(
-            f"request {sequence.request_id}, layer {layer}, {piece.place}: NaN in the attention "
-            f"to tokens {piece.start} to {last}"
+        token_ids: tuple[int, ...],
+        *,
+        want_logits: bool,
+        following: StepPlan | None,
+    ) -> torch.Tensor | None:
+        """Run a step through the kernels for many rows."""
+        self._scalars.position.fill_(sequence.length)
+        record = self._record_for(sequence, len(token_ids), want_logits=want_logits)
+        plan = self._step_plan(sequence.length, len(token_ids), last=want_logits)
+        step = cache.begin(sequence, plan)
+        rooms = ManyRows(
+            step,
+            self._attention,
+            rows=len(token_ids),
+            request_id=sequence.request_id,
+            watch=self._watch(sequence),
+            record=record,
         )
+        logits = self._decoder.forward(
+            torch.tensor(token_ids, device=self._device),
+            self._scalars.position,
+            rooms,
+            want_logits=want_logits,
+            observer=None if record is None else _Hidden(record),
+        )
+        if record is not None and logits is not None:
+            record("logits", self._blueprint.shape.layers, logits[None])
+        step.finish(following)
+        return logits
+
+    def _one(
+        self, cache: KVCache, sequence: Sequence, token: int, following: StepPlan | None
+    ) -> torch.Tensor:
+        """Run a step through the kernels for one row."""
+        scalars = self._scalars
+        scalars.token.fill_(token)
+        scalars.position.fill_(sequence.length)
+        scalars.stop.fill_(sequence.length + 1)
+        record = self._record_for(sequence, 1, want_logits=True)
+        plan = self._step_plan(sequence.length, 1, last=True)
+        step = cache.begin_one(sequence, plan, scalars)
+        if cache is self._resident and self._captured is not None:
+            self._cancelled.check(sequence.request_id)
+            logits = self._captured()
+        else:
+            rooms = OneRow(
+                step,
+                self._attention,
+                scalars,
+                request_id=sequence.request_id,
+                watch=self._watch(sequence),
+                record=record,
+            )
+            logits = self._decoder.forward_one(
+                scalars.token,
+                scalars.position,
+                rooms,
+                observer=None if record is None else _Hidden(record),
+            )
+        if record is not None:
+            record("logits", self._blueprint.shape.layers, logits[None])
+        step.finish(following)
+        return logits
+
+    def _resident_step(self, cache: ResidentCache) -> Callable[[], torch.Tensor]:
+        """Return one token's step in the resident cache, for a capture: it holds no request."""
+        scalars, blank = self._scalars, Sequence(-1)
+        plan = self._step_plan(0, 1, last=True)
+
+        def run() -> torch.Tensor:
+            rooms = OneRow(
+                cache.begin_one(blank, plan, scalars),
+                self._attention,
+                scalars,
+                request_id=blank.request_id,
+                watch=lambda _: None,
+                record=None,
+            )
+            return self._decoder.forward_one(scalars.token, scalars.position, rooms)
+
+        scalars.position.zero_()
+        scalars.stop.fill_(1)
+        return run
+
+    def _watch(self, sequence: Sequence) -> Callable[[int], None]:
+        return lambda _: self._cancelled.check(sequence.request_id)
+
+    def _begin_record(self, request: Request) -> None:
+        if self._recorder is not None:
+            settings = self.describe()
+            self._recorder.begin(request.request_id, request.prompt_token_ids, settings)
+            self._steps_recorded = 0
+
+    def _record_for(self, sequence: Sequence, rows: int, *, want_logits: bool) -> Record | None:
+        """Return what writes a step's rows down, having written down what its positions give."""
+        recorder = self._recorder
+        if recorder is None or sequence.request_id < 0:
+            return None
+        chunk, stop = self._steps_recorded, sequence.length + rows
+        self._steps_recorded += 1
+
+        def record(name: str, layer: int, tensor: torch.Tensor) -> None:
+            # Where there are fewer rows than tokens, they are those of the last tokens.
+            recorder.record(name, layer, chunk, stop - tensor.shape[0], tensor)
+
+        record("rotation", -1, self._decoder.rotation_of(self._scalars.position, rows))
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """Records the residual rows."""
+
+    record: Record
+
+    def layer_done(self, layer: int, hidden: torch.Tensor) -> None:
+        """See `Observer.layer_done`."""
+        self.record("hidden", layer, hidden)
+
+
+class _Cancelled:
+    """Which requests somebody wants ended; used from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: set[int] = set()
+
+    def add(self, request_id: int) -> None:
+        with self._lock:
+            self._ids.add(request_id)
+
+    def check(self, request_id: int) -> None:
+        """Raise RequestCancelled if this request is to end, and forget it."""
+        with self._lock:
+            if request_id not in self._ids:
+                return
+            self._ids.discard(request_id)
+        raise RequestCancelled(f"request {request_id} was cancelled")
+
+    def forget(self, request_id: int) -> None:
+        with self._lock:
+            self._ids.discard(request_id)
+
+
+class _HostLogits:
+    """Brings rows of logits to CPU memory, into two buffers that take turns."""
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._rows = torch.empty(2, vocabulary, dtype=torch.float32, pin_memory=self._on_gpu)
+        self._next = 0
+
+    def fetch(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [vocabulary] once they are there; good for one more call."""
+        row = self._rows[self._next]
+        self._next = 1 - self._next
+        row.copy_(logits, non_blocking=True)
+        if self._on_gpu:
+            torch.cuda.current_stream(logits.device).synchronize()
+        return row
 
 
 @dataclass(slots=True)
 class _Answer:
-    """The tokens chosen so far, and what they were chosen from."""
+    """The tokens chosen so far, and what they were chosen from. Times are of perf_counter."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    started_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float = 0.0
+    done_at: float = 0.0
 
-    def add(self, logits: torch.Tensor | None) -> None:
-        """Choose the best token from float32 logits [vocabulary]; the lowest id among equals.
-
-        Raises:
-            NonFiniteLogits: there is NaN or infinity among them.
-        """
-        if logits is None:
-            raise AssertionError("a step without logits")
-        trace = trace_logits(logits)
-        if not trace.finite:
-            raise NonFiniteLogits(
-                f"request {self.request.request_id}: NaN or infinity in the logits of new token "
-                f"{len(self.token_ids)}"
-            )
+    def choose(self, row: torch.Tensor) -> int:
+        """Choose the best token from logits [vocabulary]; the lowest id among equals."""
         # NumPy promises the first of equal maxima, PyTorch does not.
-        token = int(logits.cpu().numpy().argmax())
+        token = int(row.numpy().argmax())
         self.token_ids.append(token)
-        self.digests.append(trace.digest)
-        self.margins.append(trace.top2_margin)
+        self.done_at = time.perf_counter()
+        if len(self.token_ids) == 1:
+            self.first_token_at = self.done_at
         if token in self.request.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.request.max_new_tokens:
             self.finish_reason = "length"
+        return token
+
+    def trace(self, row: torch.Tensor) -> None:
+        """Keep what a record holds of the logits that the last token was chosen from.
+
+        Raises:
+            NonFiniteLogits: there is NaN or infinity among them.
+        """
+        trace = trace_logits(row)
+        if not trace.finite:
+            raise NonFiniteLogits(
+                f"request {self.request.request_id}: NaN or infinity in the logits of new token "
+                f"{len(self.token_ids) - 1}"
+            )
+        self.digests.append(trace.digest)
+        self.margins.append(trace.top2_margin)
 
 
-def _context_tokens(settings: Settings, max_positions: int) -> int:
-    context = max_positions if settings.max_model_len is None else settings.max_model_len
-    if context > max_positions:
-        raise ConfigurationError(
-            f"backend.max_model_len={context} is beyond the model's max_position_embeddings="
-            f"{max_positions}."
-        )
-    return context
+def _recorder(settings: Settings) -> CheckpointWriter | None:
+    if settings.checkpoint is None:
+        return None
+    return CheckpointWriter(Path(settings.checkpoint), tensors=settings.checkpoint_tensors)
+
+
+def _timeline(settings: Settings, device: torch.device) -> Timeline | None:
+    return None if settings.timeline is None else Timeline(Path(settings.timeline), device)
+
+
+def _source(
+    folder: Path, weights: Mapping[str, torch.Tensor] | None
+) -> AbstractContextManager[WeightSource]:
+    return Checkpoint(folder) if weights is None else nullcontext(StateDict(weights))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Say whether memory ran out; PyTorch's CPU and pinned allocators raise plain RuntimeErrors."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, RequestError):
+    if not isinstance(error, RuntimeError) or isinstance(error, RequestError):
         return False
     text = str(error).lower()
     return "out of memory" in text or "can't allocate memory" in text

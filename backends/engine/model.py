@@ -1,27 +1,64 @@
 """The arithmetic between tokens and logits.
 
-Where keys and values are kept, and in what pieces they are attended to, is the caller's:
-`Decoder.forward` hands every layer's query, key and value rows to a function.
+Where keys and values are kept, and in what pieces they are attended to, is the caller's: it gives
+every layer the room for its keys and values, and attends (`LayerRooms`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.nn import functional as F
 
 from backends.base import ConfigurationError
+from backends.engine.memory import Buffer
+from backends.engine.ops import Ops
 from backends.engine.shape import ModelShape
-from backends.engine.weights import Checkpoint
+from backends.engine.weights import WeightSource
+from backends.engine.workspace import Workspace, slices
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, query rows, key rows, value rows) -> attended rows, each [rows, heads, head_dim].
 
-There may be fewer query rows than key rows: they are the last ones.
-"""
+class Room(NamedTuple):
+    """Where a layer's new keys and values go, each [tokens, kv_heads, head_dim].
+
+    Attributes:
+        row: the row of the first new token, int64 [1] on the device; None is row 0.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    row: torch.Tensor | None
+
+
+class LayerRooms(Protocol):
+    """One step's keys and values, layer by layer.
+
+    Attributes:
+        rows: new tokens in the step.
+    """
+
+    rows: int
+
+    def room(self, layer: int) -> Room:
+        """Return where the layer's new keys and values go, once that is free."""
+        ...
+
+    def written(self, layer: int) -> None:
+        """Take note that they are there."""
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Attend with the last rows of the step, [queries, heads, head_dim]; like `query`."""
+        ...
+
+
+class Observer(Protocol):
+    """Looks on, for a comparison of two runs."""
+
+    def layer_done(self, layer: int, hidden: torch.Tensor) -> None:
+        """See the residual rows [rows, hidden] after a layer; in the last, one row."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +66,18 @@ class _Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, self.weight, self.bias)
+    def __call__(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the product with `rows` into `out`."""
+        if self.bias is None:
+            torch.mm(rows, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, rows, self.weight.t(), out=out)
+
+    def add_to(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the product with `rows` to `out`, within the product's own kernel."""
+        out.addmm_(rows, self.weight.t())
+        if self.bias is not None:
+            out.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +99,16 @@ class _Layer:
 
 
 class _Reader:
-    """Makes tensors on the device from a checkpoint."""
+    """Makes tensors on the device from a source of weights."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
+        self._source = source
         self._device = device
         self._dtype = dtype
 
     def tensor(self, name: str, *size: int) -> torch.Tensor:
         target = torch.empty(size, device=self._device, dtype=self._dtype)
-        self._checkpoint.copy_into(name, target)
+        self._source.copy_into(name, target)
         return target
 
     def linear(self, prefix: str, outputs: dict[str, int], inputs: int, *, bias: bool) -> _Linear:
@@ -71,11 +118,43 @@ class _Reader:
         stacked_bias = torch.empty(total, device=self._device, dtype=self._dtype) if bias else None
         row = 0
         for name, size in outputs.items():
-            self._checkpoint.copy_into(f"{prefix}.{name}.weight", weight[row : row + size])
+            self._source.copy_into(f"{prefix}.{name}.weight", weight[row : row + size])
             if stacked_bias is not None:
-                self._checkpoint.copy_into(f"{prefix}.{name}.bias", stacked_bias[row : row + size])
+                self._source.copy_into(f"{prefix}.{name}.bias", stacked_bias[row : row + size])
             row += size
         return _Linear(weight, stacked_bias)
+
+
+def weight_buffers(shape: ModelShape, dtype: torch.dtype, *, tied: bool) -> tuple[Buffer, ...]:
+    """Declare the weights of a `Decoder`, one buffer for each kind and all layers.
+
+    Args:
+        shape: the model's configuration.
+        dtype: of the weights.
+        tied: whether the output matrix is the embedding itself.
+    """
+    heads_width = shape.heads * shape.head_dim
+    joint = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    optional = shape.optional_weights
+    per_layer: dict[str, tuple[int, ...]] = {
+        "query_key_value": (joint, shape.hidden),
+        "output": (shape.hidden, heads_width),
+        "gate_up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+        "norms": (2, shape.hidden),
+    }
+    if optional.query_key_norm:
+        per_layer["query_key_norm"] = (shape.heads + shape.kv_heads, shape.head_dim)
+    if optional.query_key_value_bias:
+        per_layer["query_key_value_bias"] = (joint,)
+    if optional.output_bias:
+        per_layer["output_bias"] = (shape.hidden,)
+    if optional.mlp_bias:
+        per_layer["mlp_bias"] = (2 * shape.intermediate + shape.hidden,)
+    sizes = {name: (shape.layers, *size) for name, size in per_layer.items()}
+    sizes["embedding"] = (1 if tied else 2, shape.vocabulary, shape.hidden)
+    sizes["norm"] = (shape.hidden,)
+    return tuple(Buffer(name, size, dtype, "device", "weights") for name, size in sizes.items())
 
 
 class Decoder:
@@ -83,30 +162,39 @@ class Decoder:
 
     Args:
         shape: the model's configuration.
-        folder: where its weights are.
+        source: of its weights.
         device: where to compute.
         dtype: of weights and activations.
+        ops: the kernels between the products.
 
     Raises:
         ConfigurationError: a tensor is missing, has another shape, or would not be used.
     """
 
     def __init__(
-        self, shape: ModelShape, folder: Path, device: torch.device, dtype: torch.dtype
+        self,
+        shape: ModelShape,
+        source: WeightSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        ops: Ops,
     ) -> None:
         self.shape = shape
         self._device = device
         self._dtype = dtype
+        self._ops = ops
+        self._work: Workspace
         self._frequencies = shape.inverse_frequencies.to(device)
-        with Checkpoint(folder) as checkpoint:
-            reader = _Reader(checkpoint, device, dtype)
-            self._embedding = reader.tensor(
-                "model.embed_tokens.weight", shape.vocabulary, shape.hidden
-            )
-            self._layers = [self._read_layer(reader, index) for index in range(shape.layers)]
-            self._norm = reader.tensor("model.norm.weight", shape.hidden)
-            self._head = self._read_head(reader, checkpoint)
-            _refuse_unused(folder, checkpoint.unused())
+        reader = _Reader(source, device, dtype)
+        self._embedding = reader.tensor("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+        self._layers = [self._read_layer(reader, index) for index in range(shape.layers)]
+        self._norm = reader.tensor("model.norm.weight", shape.hidden)
+        self._head = self._read_head(reader, source)
+        _refuse_unused(source)
+
+    def work_in(self, work: Workspace) -> None:
+        """Take the buffers to compute in."""
+        self._work = work
 
     @property
     def weight_bytes(self) -> int:
@@ -125,75 +213,203 @@ class Decoder:
         return sum(tensor.nbytes for tensor in tensors)
 
     def forward(
-        self, token_ids: Sequence[int], start: int, attend: Attend, *, want_logits: bool
+        self,
+        tokens: torch.Tensor,
+        start: torch.Tensor,
+        rooms: LayerRooms,
+        *,
+        want_logits: bool,
+        observer: Observer | None = None,
     ) -> torch.Tensor | None:
         """Run the tokens at positions `start`, `start + 1`, ... through all layers.
 
         The last layer's output matters at the last position of a prompt only. So elsewhere that
-        layer computes keys and values and nothing more, and `attend` gets no query rows.
+        layer computes keys and values and nothing more.
 
         Args:
-            token_ids: one or more.
-            start: position of the first of them.
-            attend: stores the layer's keys and values, and attends.
+            tokens: ids, int64 [rows], on the device.
+            start: position of the first of them, int64 [1], on the device.
+            rooms: keeps keys and values, and attends.
             want_logits: whether the last of the tokens is to be continued.
+            observer: is shown every layer's rows.
 
         Returns:
-            The logits after the last token, float32 [vocabulary], or None.
+            The logits after the last token, float32 [vocabulary], or None. The next step
+            overwrites them.
         """
-        rows = F.embedding(torch.tensor(token_ids, device=self._device), self._embedding)
-        cosines, sines = self._rotation(start, len(token_ids))
+        work, rows = self._work, tokens.shape[0]
+        hidden = work.hidden[:rows]
+        torch.index_select(self._embedding, 0, tokens, out=hidden)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, rows, cosines, sines)
-            if index == len(self._layers) - 1:
-                wanted = 1 if want_logits else 0
-                query = query[len(token_ids) - wanted :]
-                rows = rows[len(token_ids) - wanted :]
-            mixed = attend(index, query, key, value)
-            if not rows.shape[0]:
+            reads = index < last or want_logits
+            query = work.query[:rows] if reads else None
+            self._project(index, layer, start, query, rooms)
+            if query is None:
                 return None
-            rows = rows + layer.output(mixed.flatten(1))
-            rows = rows + self._mlp(layer, rows)
-        return F.linear(self._normalise(rows, self._norm), self._head)[0].float()
+            if index == last:
+                query, hidden = query[rows - 1 :], hidden[rows - 1 :]
+            attended = rooms.attend(index, query)
+            self._mix(layer, hidden, attended.flatten(1))
+            if observer is not None:
+                observer.layer_done(index, hidden)
+        normed = work.normed[:1]
+        self._normalise(hidden, self._norm, normed)
+        return torch.mm(normed, self._head.t(), out=self._logits_in_dtype())[0].float()
+
+    def forward_one(
+        self,
+        token: torch.Tensor,
+        position: torch.Tensor,
+        rooms: LayerRooms,
+        *,
+        observer: Observer | None = None,
+    ) -> torch.Tensor:
+        """Run one token, in kernels made for one row; see `forward`.
+
+        Nothing is read back from the device and nothing is allocated, so that a CUDA graph can
+        hold the step.
+
+        Returns:
+            The logits, float32 [vocabulary]. The next step overwrites them.
+        """
+        work, ops, epsilon = self._work, self._ops, self.shape.norm_epsilon
+        hidden, gated = work.hidden[:1], work.gated[:1]
+        query, heads = work.query[:1], self.shape.heads + 2 * self.shape.kv_heads
+        torch.index_select(self._embedding, 0, token, out=hidden)
+        for index, layer in enumerate(self._layers):
+            joint = layer.query_key_value
+            projected = work.wide(1, joint.weight.shape[0])
+            ops.project_one(
+                hidden,
+                joint.weight,
+                joint.bias,
+                projected,
+                norm=layer.attention_norm,
+                epsilon=epsilon,
+                add=False,
+            )
+            room = rooms.room(index)
+            self._rotate(layer, projected.view(1, heads, -1), (position, 0), query=query, room=room)
+            rooms.written(index)
+            attended = rooms.attend(index, query)
+            self._add_one(layer.output, attended.flatten(1), hidden)
+            ops.gated_one(
+                hidden,
+                layer.gate_up.weight,
+                layer.gate_up.bias,
+                gated,
+                norm=layer.mlp_norm,
+                epsilon=epsilon,
+            )
+            self._add_one(layer.down, gated, hidden)
+            if observer is not None:
+                observer.layer_done(index, hidden)
+        ops.project_one(
+            hidden, self._head, None, work.logits, norm=self._norm, epsilon=epsilon, add=False
+        )
+        return work.logits[0]
+
+    def rotation_of(self, start: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return what the rotary embedding makes of ones at `rows` positions, [rows, head_dim].
+
+        For a check of positions: it goes through the kernel that queries and keys go through.
+        """
+        heads = self.shape.heads + 2 * self.shape.kv_heads
+        size = (rows, heads, self.shape.head_dim)
+        ones = torch.ones(size, device=self._device, dtype=self._dtype)
+        keys, values = (ones.new_empty(rows, self.shape.kv_heads, size[2]) for _ in range(2))
+        room = Room(keys, values, None)
+        self._rotate(None, ones, (start, 0), query=None, room=room)
+        return keys[:, 0]
+
+    def _logits_in_dtype(self) -> torch.Tensor:
+        """Return [1, vocabulary] in the dtype of the weights, over the bytes of the logits."""
+        logits = self._work.logits
+        return logits.view(self._dtype)[:, : logits.shape[1]]
 
     def _project(
-        self, layer: _Layer, rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        projected = layer.query_key_value(self._normalise(rows, layer.attention_norm))
-        projected = projected.view(rows.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
-        rotated = projected[:, : heads + kv_heads]
-        if layer.query_key_norm is not None:
-            rotated = F.rms_norm(rotated, (self.shape.head_dim,), eps=self.shape.norm_epsilon)
-            rotated = rotated * layer.query_key_norm
-        rotated = _rotate(rotated, cosines, sines)
-        return rotated[:, :heads], rotated[:, heads:], projected[:, heads + kv_heads :]
+        self,
+        index: int,
+        layer: _Layer,
+        start: torch.Tensor,
+        query: torch.Tensor | None,
+        rooms: LayerRooms,
+    ) -> None:
+        """Compute a layer's queries, and its keys and values into their room."""
+        work, room, rows = self._work, rooms.room(index), rooms.rows
+        heads = self.shape.heads + 2 * self.shape.kv_heads
+        for part in slices(rows):
+            count = part.stop - part.start
+            normed = work.normed[:count]
+            self._normalise(work.hidden[part], layer.attention_norm, normed)
+            joint = layer.query_key_value
+            projected = work.wide(count, joint.weight.shape[0])
+            joint(normed, projected)
+            self._rotate(
+                layer,
+                projected.view(count, heads, -1),
+                (start, part.start),
+                query=None if query is None else query[part],
+                room=Room(room.keys[part], room.values[part], room.row),
+            )
+        rooms.written(index)
 
-    def _mlp(self, layer: _Layer, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(self._normalise(rows, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up))
+    def _rotate(
+        self,
+        layer: _Layer | None,
+        projected: torch.Tensor,
+        position: tuple[torch.Tensor, int],
+        *,
+        query: torch.Tensor | None,
+        room: Room,
+    ) -> None:
+        """Rotate projected rows [rows, heads + 2 * kv_heads, head_dim] to where they belong.
 
-    def _normalise(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(rows, (self.shape.hidden,), weight, self.shape.norm_epsilon)
-
-    def _rotation(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines for `count` positions, each [count, 1, head_dim / 2].
-
-        They are computed anew for each step, so that their bits depend on nothing but positions.
+        The first row's position is the sum of `position`.
         """
-        positions = torch.arange(start, start + count, device=self._device, dtype=torch.float32)
-        angles = (positions[:, None] * self._frequencies)[:, None]
-        scale = self.shape.rope_scaling
-        return (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
+        self._ops.rotate(
+            projected,
+            *position,
+            self._frequencies,
+            self.shape.rope_scaling,
+            None if layer is None else layer.query_key_norm,
+            self.shape.norm_epsilon,
+            query,
+            room.keys,
+            room.values,
+            room.row,
+        )
 
-    def _read_head(self, reader: _Reader, checkpoint: Checkpoint) -> torch.Tensor:
+    def _mix(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
+        """Add to the residual rows what attention and the MLP make of them."""
+        work = self._work
+        for part in slices(hidden.shape[0]):
+            rows, count = hidden[part], part.stop - part.start
+            layer.output.add_to(attended[part], rows)
+            normed, gated = work.normed[:count], work.gated[:count]
+            self._normalise(rows, layer.mlp_norm, normed)
+            gate_up = work.wide(count, layer.gate_up.weight.shape[0])
+            layer.gate_up(normed, gate_up)
+            self._ops.silu_mul(gate_up, gated)
+            layer.down.add_to(gated, rows)
+
+    def _add_one(self, linear: _Linear, row: torch.Tensor, hidden: torch.Tensor) -> None:
+        self._ops.project_one(
+            row, linear.weight, linear.bias, hidden, norm=None, epsilon=0.0, add=True
+        )
+
+    def _normalise(self, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        self._ops.rms_norm(rows, weight, self.shape.norm_epsilon, out)
+
+    def _read_head(self, reader: _Reader, source: WeightSource) -> torch.Tensor:
         """Return the output matrix: the embedding itself where the two are tied.
 
         A file may hold both. If these differ they are not tied, whatever the configuration says;
         transformers decides the same.
         """
         tied, name = self.shape.tied_embeddings, "lm_head.weight"
-        if tied and name not in checkpoint:
+        if tied and name not in source:
             return self._embedding
         head = reader.tensor(name, self.shape.vocabulary, self.shape.hidden)
         return self._embedding if tied and torch.equal(head, self._embedding) else head
@@ -232,20 +448,14 @@ class Decoder:
         return torch.cat((query.expand(shape.heads, -1), key.expand(shape.kv_heads, -1)))
 
 
-def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of every head [rows, heads, head_dim] by position."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-
-
-def _refuse_unused(folder: Path, names: list[str]) -> None:
+def _refuse_unused(source: WeightSource) -> None:
     """Raise ConfigurationError for weights that the decoder would silently leave out.
 
     Saved rotary frequencies repeat what follows from the configuration.
     """
-    left = [name for name in names if "rotary_emb" not in name]
+    left = [name for name in source.unused() if "rotary_emb" not in name]
     if left:
         raise ConfigurationError(
-            f"{folder}: {len(left)} tensor(s) do not belong to the architecture in config.json, "
-            f"the first is {left[0]!r}."
+            f"{source.name}: {len(left)} tensor(s) do not belong to the architecture in "
+            f"config.json, the first is {left[0]!r}."
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from backends.base import ConfigurationError
+from backends.engine.memory import require_memory_gb
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOAD_MODES = ("always", "never", "auto")
@@ -17,12 +18,19 @@ MIN_SLOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSettings:
-    """Where keys and values lie, as asked for. `backends.engine.offload` explains each."""
+    """Where keys and values lie, as asked for. `backends.engine.offload` explains each.
+
+    Attributes:
+        kvcache_block_size: None is the whole context.
+        slots_key: what the user calls the number of slots.
+    """
 
     mode: str
     resident_tokens: int | None
     num_gpu_blocks: int
-    kvcache_block_size: int
+    kvcache_block_size: int | None
+    prefix_cache: bool = False
+    slots_key: str = "num_gpu_blocks"
 
     def __post_init__(self) -> None:
         """Check every value that can be judged without the model.
@@ -30,12 +38,14 @@ class OffloadSettings:
         Raises:
             ConfigurationError: a value is of the wrong type, out of range or unknown.
         """
-        require_count("backend.kvcache_block_size", self.kvcache_block_size)
-        require_count("backend.num_gpu_blocks", self.num_gpu_blocks)
+        if self.kvcache_block_size is not None:
+            require_count("backend.kvcache_block_size", self.kvcache_block_size)
+        require_count(f"backend.{self.slots_key}", self.num_gpu_blocks)
+        require_flag("backend.prefix_cache", self.prefix_cache)
         if self.num_gpu_blocks < MIN_SLOTS:
             raise ConfigurationError(
-                f"backend.num_gpu_blocks={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot is "
-                "read while the next is loaded."
+                f"backend.{self.slots_key}={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot "
+                "is read while the next is loaded."
             )
         require_name("backend.offload", self.mode, OFFLOAD_MODES)
         if self.resident_tokens is not None:
@@ -46,10 +56,20 @@ class OffloadSettings:
                     f"backend.offload={self.mode}: set it to auto, or leave resident_tokens null."
                 )
 
-    @property
-    def longest_resident_tokens(self) -> int:
-        """The longest request that `auto` keeps on the device; by default what the ring holds."""
-        return self.resident_tokens or self.num_gpu_blocks * self.kvcache_block_size
+    def block_tokens(self, context_tokens: int) -> int:
+        """Return the tokens in a block."""
+        return self.kvcache_block_size or context_tokens
+
+    def longest_resident_tokens(self, context_tokens: int) -> int:
+        """Return the longest request that stays on the device.
+
+        With `auto`, what was asked for or else what the ring holds.
+        """
+        longest = {"always": 0, "never": context_tokens}
+        if self.mode == "auto":
+            ring = self.num_gpu_blocks * self.block_tokens(context_tokens)
+            return min(self.resident_tokens or ring, context_tokens)
+        return longest[self.mode]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +78,7 @@ class Settings:
 
     Attributes:
         offload: None keeps every request on the device.
+        device_memory_gb, host_memory_gb: in GiB, 2**30 bytes.
     """
 
     model_path: str
@@ -72,6 +93,12 @@ class Settings:
     poison: bool
     fault: str | None
     offload: OffloadSettings | None
+    device_memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    synchronise: bool = False
+    checkpoint: str | None = None
+    checkpoint_tensors: bool = False
+    timeline: str | None = None
 
     def __post_init__(self) -> None:
         """Check every value that can be judged without the model.
@@ -84,13 +111,44 @@ class Settings:
             if getattr(self, key) is not None:
                 require_count(f"backend.{key}", getattr(self, key))
         require_name("backend.dtype", self.dtype, ("auto", *DTYPES))
-        if not isinstance(self.poison, bool):
-            raise ConfigurationError(f"backend.poison={self.poison!r}: allowed are true and false.")
+        for key in ("poison", "synchronise", "checkpoint_tensors"):
+            require_flag(f"backend.{key}", getattr(self, key))
+        for key in ("device_memory_gb", "host_memory_gb"):
+            if getattr(self, key) is not None:
+                require_memory_gb(f"backend.{key}", getattr(self, key))
+        for key in ("checkpoint", "timeline"):
+            require_folder(f"backend.{key}", getattr(self, key))
+        if self.checkpoint_tensors and self.checkpoint is None:
+            raise ConfigurationError(
+                "backend.checkpoint_tensors=true has no effect without backend.checkpoint=DIR."
+            )
+        self._check_prefix_cache()
         if self.fault is not None:
             raise ConfigurationError(
                 f"backend.fault={self.fault!r}: this engine knows no seeded faults yet; leave "
                 "it null."
             )
+
+    def _check_prefix_cache(self) -> None:
+        if self.offload is None or not self.offload.prefix_cache:
+            return
+        if self.chunk_tokens is None:
+            raise ConfigurationError(
+                "backend.prefix_cache=true needs backend.chunk_tokens: a known beginning is reused "
+                "at whole chunks, so that a hit gives the bits of a miss."
+            )
+
+
+def require_flag(key: str, value: object) -> None:
+    """Raise ConfigurationError unless `value` is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{key}={value!r}: allowed are true and false.")
+
+
+def require_folder(key: str, value: object) -> None:
+    """Raise ConfigurationError unless `value` is None or the name of a folder to write in."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigurationError(f"{key}={value!r}: allowed are a folder and null.")
 
 
 def require_count(key: str, value: object) -> None:

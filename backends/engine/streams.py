@@ -69,11 +69,18 @@ class CopyStreams(Protocol):
 
 
 class CudaStreams:
-    """Two copy streams of a GPU beside its current stream. CPU memory should be pinned."""
+    """Two copy streams of a GPU beside its current stream. CPU memory should be pinned.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the GPU.
+        synchronise: wait for the whole device after every copy, to see whether a fault is one of
+            order.
+    """
+
+    def __init__(self, device: torch.device, *, synchronise: bool = False) -> None:
         self.copied_bytes: dict[Direction, int] = {"up": 0, "down": 0}
         self._device = device
+        self._synchronise = synchronise
         self._streams: dict[Direction, torch.cuda.Stream] = {
             "up": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             "down": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
@@ -100,7 +107,10 @@ class CudaStreams:
             for piece in pieces:
                 piece.target.copy_(piece.source, non_blocking=True)
         self.copied_bytes[direction] += _bytes(pieces)
-        return stream.record_event()
+        event = stream.record_event()
+        if self._synchronise:
+            self.drain()
+        return event
 
     def wait(self, event: Event) -> None:
         """Make the compute stream wait; see `CopyStreams.wait`."""
@@ -130,10 +140,14 @@ class DeferredStreams:
 
     A wait performs the copies of that direction up to the one waited for, each after the copies
     that it waits for itself, and no others.
+
+    Args:
+        synchronise: perform every copy at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, synchronise: bool = False) -> None:
         self.copied_bytes: dict[Direction, int] = {"up": 0, "down": 0}
+        self._synchronise = synchronise
         self._queues: dict[Direction, deque[DeferredCopy]] = {"up": deque(), "down": deque()}
         self._computed = DeferredCopy("up", (), ())
         self._computed.done = True
@@ -149,11 +163,15 @@ class DeferredStreams:
         after: Iterable[DeferredCopy],
         wipe: torch.Tensor | None = None,
     ) -> DeferredCopy:
-        """Queue a copy, and wipe at once; see `CopyStreams.copy`."""
-        if wipe is not None:
-            wipe.fill_(float("nan"))
+        """Queue a copy, and wipe as soon as it may start; see `CopyStreams.copy`."""
         deferred = DeferredCopy(direction, pieces, after)
+        if wipe is not None:
+            for event in deferred.after:
+                self._perform(event)
+            wipe.fill_(float("nan"))
         self._queues[direction].append(deferred)
+        if self._synchronise:
+            self.drain()
         return deferred
 
     def wait(self, event: DeferredCopy) -> None:
@@ -179,9 +197,11 @@ class DeferredStreams:
             copy.after = ()
 
 
-def make_streams(device: torch.device) -> CopyStreams:
-    """Return the streams of a device."""
-    return DeferredStreams() if device.type == "cpu" else CudaStreams(device)
+def make_streams(device: torch.device, *, synchronise: bool = False) -> CopyStreams:
+    """Return the streams of a device; see `CudaStreams` for `synchronise`."""
+    if device.type == "cpu":
+        return DeferredStreams(synchronise=synchronise)
+    return CudaStreams(device, synchronise=synchronise)
 
 
 def _bytes(pieces: Sequence[Copy]) -> int:

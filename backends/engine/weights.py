@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,60 @@ from backends.base import ConfigurationError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _COPY_ANEW = "save or copy the model anew."
+
+
+class WeightSource(Protocol):
+    """The tensors of a model by transformers' names.
+
+    Attributes:
+        name: where they come from, for messages.
+    """
+
+    name: str
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Copy one tensor into `target`, which sets its device and dtype."""
+        ...
+
+    def unused(self) -> list[str]:
+        """Return the names that nobody has read."""
+        ...
+
+
+class StateDict:
+    """Weights that are in memory already, such as another model's state_dict().
+
+    Args:
+        tensors: by transformers' names, on any device and of any float dtype.
+    """
+
+    name = "weights"
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._unused = set(tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Copy one tensor; see `WeightSource.copy_into`.
+
+        Raises:
+            ConfigurationError: there is no such tensor, or its shape is not that of `target`.
+        """
+        if name not in self._tensors:
+            raise ConfigurationError(f"{self.name}: the weights lack the tensor {name!r}.")
+        tensor = self._tensors[name]
+        _require_shape(self.name, name, tensor, target)
+        target.copy_(tensor)
+        self._unused.discard(name)
+
+    def unused(self) -> list[str]:
+        """Return the names that nobody has read."""
+        return sorted(self._unused)
 
 
 class Checkpoint:
@@ -28,6 +83,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.name = str(folder)
         self._file_of = _files_by_tensor(folder)
         self._unused = set(self._file_of)
         self._files: dict[Path, Any] = {}
@@ -66,11 +122,7 @@ class Checkpoint:
             raise ConfigurationError(
                 f"{path}: the tensor {name!r} cannot be read ({error}); {_COPY_ANEW}"
             ) from error
-        if tensor.shape != target.shape:
-            raise ConfigurationError(
-                f"{self._folder}: tensor {name!r} has the shape {tuple(tensor.shape)}, but "
-                f"config.json asks for {tuple(target.shape)}."
-            )
+        _require_shape(self.name, name, tensor, target)
         target.copy_(tensor)
         self._unused.discard(name)
 
@@ -82,6 +134,14 @@ class Checkpoint:
         if path not in self._files:
             self._files[path] = self._stack.enter_context(_open_file(path))
         return self._files[path]
+
+
+def _require_shape(source: str, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise ConfigurationError(
+            f"{source}: tensor {name!r} has the shape {tuple(tensor.shape)}, but "
+            f"config.json asks for {tuple(target.shape)}."
+        )
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:

@@ -8,28 +8,23 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from backends.engine.memory import Buffer, Part, Place
+from backends.engine.model import Room
 from backends.engine.policy import Span
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token's keys and values look like, and where they are computed with."""
+    """What one token's keys and values look like."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    device: torch.device
 
-    def empty(self, *leading: int, pinned_host: bool = False) -> torch.Tensor:
-        """Allocate [*leading, kv_heads, head_dim], on the device or in pinned CPU memory.
-
-        On the CPU device there is nothing to pin.
-        """
-        size = (*leading, self.kv_heads, self.head_dim)
-        if not pinned_host:
-            return torch.empty(size, dtype=self.dtype, device=self.device)
-        return torch.empty(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+    def buffer(self, name: str, place: Place, part: Part, *leading: int) -> Buffer:
+        """Declare a buffer [*leading, kv_heads, head_dim]."""
+        return Buffer(name, (*leading, self.kv_heads, self.head_dim), self.dtype, place, part)
 
 
 class KVSpan(NamedTuple):
@@ -63,22 +58,101 @@ class Sequence:
     downloaded: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step will do.
+
+    Attributes:
+        count: new tokens; when it is 1, the spans end with the new token itself.
+        spans: what each reading layer reads, beside the new tokens.
+        reading_layers: how many layers, from the first on, read.
+    """
+
+    count: int
+    spans: tuple[Span, ...]
+    reading_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """Numbers of a one-token step that its kernels read on the device, each int64 [1].
+
+    Attributes:
+        token: the token's id.
+        position: its position.
+        stop: position + 1, the keys that it sees.
+        tail_start: position of the first row of the tail.
+        tail_row: the row of the tail that the token takes.
+    """
+
+    token: torch.Tensor
+    position: torch.Tensor
+    stop: torch.Tensor
+    tail_start: torch.Tensor
+    tail_row: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Scalars:
+        """Allocate them."""
+        return cls(*(torch.zeros(1, dtype=torch.int64, device=device) for _ in range(5)))
+
+
 class Step(Protocol):
     """One pass of some new tokens through all layers, in the order of layers."""
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KVSpan:
-        """Store the new tokens' keys and values, [tokens, kv_heads, head_dim], and return them."""
+    def room(self, layer: int) -> Room:
+        """Return where the layer's new keys and values go, once that is free."""
+        ...
+
+    def written(self, layer: int) -> None:
+        """Take note that they are there."""
+        ...
+
+    def new(self, layer: int) -> KVSpan:
+        """Return the new tokens' keys and values."""
         ...
 
     def history(self, layer: int) -> Iterator[KVSpan]:
-        """Yield the spans announced for this layer, in order.
+        """Yield the announced spans for this layer, in order.
 
         A span may be overwritten as soon as the next is asked for.
         """
         ...
 
-    def finish(self) -> None:
-        """Count the new tokens as held. Without it, the step leaves the sequence as it was."""
+    def finish(self, following: StepPlan | None = None) -> None:
+        """Count the new tokens as held. Without it, the step leaves the sequence as it was.
+
+        Args:
+            following: the next step, if there is one, so that its first loads can start.
+        """
+        ...
+
+
+class OneStep(Protocol):
+    """One pass of one new token, for kernels that read its place on the device."""
+
+    def room(self, layer: int) -> Room:
+        """Return where the layer's new key and value go, once that is free."""
+        ...
+
+    def written(self, layer: int) -> None:
+        """Take note that they are there."""
+        ...
+
+    def pieces(self, layer: int) -> Iterator[KVSpan]:
+        """Yield what the token reads, in order, each starting at a multiple of a split.
+
+        What lies beyond the held rows is not read. A piece may be overwritten as soon as the
+        next is asked for.
+        """
+        ...
+
+    def tail(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return keys and values from `Scalars.tail_start` on, where they lie apart."""
+        ...
+
+    def finish(self, following: StepPlan | None = None) -> None:
+        """Count the new token as held; see `Step.finish`."""
         ...
 
 
@@ -93,17 +167,12 @@ class KVCache(Protocol):
         """
         ...
 
-    def begin(
-        self, sequence: Sequence, count: int, spans: tuple[Span, ...], reading_layers: int
-    ) -> Step:
-        """Start a step of `count` new tokens.
+    def begin(self, sequence: Sequence, plan: StepPlan) -> Step:
+        """Start a step."""
+        ...
 
-        Args:
-            sequence: the request.
-            count: new tokens; when it is 1, the spans end with the new token itself.
-            spans: what each reading layer will read, beside the new tokens.
-            reading_layers: how many layers, from the first on, will read.
-        """
+    def begin_one(self, sequence: Sequence, plan: StepPlan, scalars: Scalars) -> OneStep:
+        """Start a step of one token, after setting what its kernels read."""
         ...
 
     def release(self, sequence: Sequence) -> None:

@@ -2,8 +2,12 @@
 
 The way of a token's keys and values: computed in prefill, they are staged on the device, read
 there by their own chunk, and copied down to the request's blocks. Later steps load the blocks
-into ring slots, ahead of need and in the order of need, and read them there. A single new token
-(decode) goes to the tail, a small buffer on the device that is copied down when full.
+into ring slots, ahead of need and in the order of need, and read them there; the first loads of a
+step start during the step before it. A single new token (decode) goes to the tail, a small buffer
+on the device that is copied down when full.
+
+Slots that streaming does not need keep blocks for as long as the request lives, the first block of
+every layer first, so that the copying is spread evenly over the layers.
 
 A span that lies in one slot, or in the tail, is read in place. Any other is gathered in a
 scratch buffer. Either way the attention kernel sees the same rows with the same strides.
@@ -11,15 +15,19 @@ scratch buffer. Either way the attention kernel sees the same rows with the same
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import ceil
 
 import torch
 
 from backends.base import ConfigurationError
-from backends.engine.cache.base import KVLayout, KVSpan, Sequence, poison
+from backends.engine.cache.base import KVLayout, KVSpan, Scalars, Sequence, StepPlan, poison
 from backends.engine.cache.blocks import BlockPool
 from backends.engine.cache.ring import SlotRing
+from backends.engine.memory import Buffer
+from backends.engine.model import Room
 from backends.engine.policy import Span
 from backends.engine.streams import Copy, CopyStreams, Event
 
@@ -39,92 +47,212 @@ def blocks_in_span(attend_tokens: int, block_tokens: int, context_tokens: int) -
     )
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadGeometry:
+    """The sizes that decide the buffers of an `OffloadCache`.
+
+    Attributes:
+        context_tokens: the longest request.
+        block_tokens: tokens in a block, and in a slot.
+        slots: of the ring; each holds keys and values of one layer for one block.
+        chunk_tokens: the largest step, at most the context.
+        attend_tokens: the largest span, at most the context.
+        split_tokens: a multiple of which each piece of a one-token step starts at.
+    """
+
+    context_tokens: int
+    block_tokens: int
+    slots: int
+    chunk_tokens: int
+    attend_tokens: int
+    split_tokens: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """CPU blocks of each layer."""
+        return ceil(self.context_tokens / self.block_tokens)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Rows of the tail."""
+        return min(self.block_tokens, MAX_TAIL_TOKENS)
+
+    @property
+    def span_blocks(self) -> int:
+        """The most blocks that one span touches."""
+        return blocks_in_span(self.attend_tokens, self.block_tokens, self.context_tokens)
+
+    @property
+    def stages_are_slots(self) -> bool:
+        """Whether slots serve as stages: a prompt that is one step reads no history."""
+        return self.chunk_tokens == self.context_tokens == self.block_tokens
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether a one-token step can read blocks one by one, wherever spans are cut."""
+        return self.block_tokens % self.split_tokens == 0
+
+    def check(self) -> None:
+        """Raise ConfigurationError if a span or a block does not fit."""
+        if self.block_tokens > self.context_tokens:
+            raise ConfigurationError(
+                f"backend.kvcache_block_size={self.block_tokens} is longer than the context, "
+                f"backend.max_model_len={self.context_tokens}; at most that is allowed."
+            )
+        if self.span_blocks > self.slots:
+            raise ConfigurationError(
+                f"backend.attend_tokens={self.attend_tokens} can touch {self.span_blocks} blocks "
+                f"of {self.block_tokens} tokens at once, but backend.num_gpu_blocks={self.slots}: "
+                f"set attend_tokens to at most {self.slots * self.block_tokens}, or "
+                f"num_gpu_blocks to {self.span_blocks} or more."
+            )
+
+    def buffers(self, layout: KVLayout) -> tuple[Buffer, ...]:
+        """Declare all buffers. The axis of two: keys, values."""
+        buffers = [
+            layout.buffer("ring", "device", "kv_ring", self.slots, 2, self.block_tokens),
+            layout.buffer("tail", "device", "kv_ring", layout.layers, 2, self.tail_tokens),
+        ]
+        if not self.stages_are_slots:
+            stages = layout.buffer("stages", "device", "kv_ring", STAGES, 2, self.chunk_tokens)
+            buffers.append(stages)
+        if self.span_blocks > 1:
+            buffers.append(layout.buffer("scratch", "device", "kv_ring", 2, self.attend_tokens))
+        buffers += [
+            layout.buffer(host_name(layer), "host", "kv_host", self.blocks, 2, self.block_tokens)
+            for layer in range(layout.layers)
+        ]
+        return tuple(buffers)
+
+
+def host_name(layer: int) -> str:
+    """Return the name of the buffer with a layer's blocks."""
+    return f"blocks_layer_{layer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block of a layer that a step reads, and how many of its rows."""
+
+    layer: int
+    index: int
+    rows: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A block that stays in a slot.
+
+    Attributes:
+        rows: how many of its rows are there.
+        loaded: the event of their load; None until the first.
+    """
+
+    slot: int
+    rows: int = 0
+    loaded: Event | None = None
+
+
 class OffloadCache:
     """Blocks in CPU memory, a ring, two stages and a tail on the device.
 
     Args:
         layout: of a token.
+        geometry: the sizes, checked.
+        tensors: of `OffloadGeometry.buffers`.
         streams: to copy with.
-        context_tokens: the longest request.
-        block_tokens: tokens in a block, and in a slot.
-        slots: of the ring; each holds keys and values of one layer for one block.
-        chunk_tokens: the largest step.
-        attend_tokens: the largest span.
         poisoned: fill what is freed or unwritten with NaN.
-
-    Raises:
-        ConfigurationError: a block is longer than the context, or a span needs more blocks at
-            once than there are slots.
     """
 
     def __init__(
         self,
         layout: KVLayout,
+        geometry: OffloadGeometry,
+        tensors: Mapping[str, torch.Tensor],
         streams: CopyStreams,
         *,
-        context_tokens: int,
-        block_tokens: int,
-        slots: int,
-        chunk_tokens: int,
-        attend_tokens: int,
         poisoned: bool,
     ) -> None:
-        _check_sizes(context_tokens, block_tokens, slots, attend_tokens)
         self.layout = layout
+        self.geometry = geometry
         self.streams = streams
-        self.block_tokens = block_tokens
-        self.tail_tokens = min(block_tokens, MAX_TAIL_TOKENS)
+        self.block_tokens = geometry.block_tokens
+        self.tail_tokens = geometry.tail_tokens
         self.poisoned = poisoned
-        self.ring = SlotRing(slots)
-        self.pool = BlockPool(ceil(context_tokens / block_tokens))
-        # First axis of each: keys, values. One tensor a layer, because PyTorch rounds the size of
-        # pinned memory up to a power of two: the larger the tensor, the more it wastes.
-        self.blocks = [
-            layout.empty(2, self.pool.free_blocks, block_tokens, pinned_host=True)
-            for _ in range(layout.layers)
-        ]
-        self.slots = layout.empty(2, slots, block_tokens)
-        self.stages = layout.empty(STAGES, 2, min(chunk_tokens, context_tokens))
-        self.tail = layout.empty(layout.layers, 2, self.tail_tokens)
-        self.scratch: torch.Tensor | None = None
-        if blocks_in_span(attend_tokens, block_tokens, context_tokens) > 1:
-            self.scratch = layout.empty(2, min(attend_tokens, context_tokens))
-        self._forget_events()
+        self.pool = BlockPool(geometry.blocks)
+        self.blocks = [tensors[host_name(layer)] for layer in range(layout.layers)]
+        self.slots = tensors["ring"]
+        self.stages = self.slots if geometry.stages_are_slots else tensors["stages"]
+        self.tail = tensors["tail"]
+        self.scratch = tensors.get("scratch")
+        self._forget()
         if poisoned:
             poison(*self.blocks, *self.device_buffers().values())
         streams.drain()
 
-    def _forget_events(self) -> None:
-        """Start with no copy under way: each event below is of a copy or a read since."""
+    def _forget(self) -> None:
+        """Start with empty slots and no copy under way: each event is of one since."""
         layers = self.layout.layers
-        self.loaded: dict[int, Event] = {}
-        self.read: dict[int, Event] = {}
-        self.stage_downloaded: list[Event | None] = [None] * STAGES
+        self._ring = SlotRing(self.geometry.slots)
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._load_of: dict[tuple[int, int], int] = {}
+        self._loaded: dict[int, Event] = {}
+        self._read: dict[int, Event] = {}
+        self._planned: list[Wanted] = []
+        self._queue: deque[Wanted] = deque()
+        self.stage_downloaded: list[Event | None] = [None] * self.stages.shape[0]
         self.tail_downloaded: list[Event | None] = [None] * layers
         self.layer_downloaded: list[Event | None] = [None] * layers
 
     def admit(self, request_id: int, tokens: int) -> Sequence:
         """Take blocks for the whole request; see `KVCache.admit`."""
-        return Sequence(request_id, block_table=self.pool.take(ceil(tokens / self.block_tokens)))
+        table = self.pool.take(ceil(tokens / self.block_tokens))
+        self._share_out_slots(len(table))
+        return Sequence(request_id, block_table=table)
 
-    def begin(
-        self, sequence: Sequence, count: int, spans: tuple[Span, ...], reading_layers: int
-    ) -> OffloadStep:
-        """Start a step, and load the first blocks; see `KVCache.begin`."""
-        tail = sequence.length - sequence.downloaded
-        if tail == self.tail_tokens or (tail and count > 1):
+    def _share_out_slots(self, blocks: int) -> None:
+        """Decide which blocks of a request stay in slots, and which slots stream the others."""
+        slots, layers = self.geometry.slots, self.layout.layers
+        if layers * blocks <= slots:
+            keeping = layers * blocks
+        else:
+            # One slot more than a span needs is loaded while the span is read.
+            keeping = max(slots - max(self.geometry.span_blocks + 1, 2), 0)
+        pairs = [(layer, index) for index in range(blocks) for layer in range(layers)]
+        streaming = slots - keeping
+        self._kept = {pair: _Kept(streaming + n) for n, pair in enumerate(pairs[:keeping])}
+        self._ring = SlotRing(streaming)
+
+    def begin(self, sequence: Sequence, plan: StepPlan) -> OffloadStep:
+        """Start a step, and its first loads; see `KVCache.begin`."""
+        if plan.count > 1 and sequence.length > sequence.downloaded:
             self._download_tail(sequence)
-        return OffloadStep(self, sequence, count, spans, reading_layers)
+        self._want(sequence, plan)
+        return OffloadStep(self, sequence, plan)
+
+    def begin_one(self, sequence: Sequence, plan: StepPlan, scalars: Scalars) -> OffloadOneStep:
+        """Start a step of one token; see `KVCache.begin_one`."""
+        self._want(sequence, plan)
+        scalars.tail_start.fill_(sequence.downloaded)
+        scalars.tail_row.fill_(sequence.length - sequence.downloaded)
+        return OffloadOneStep(self, sequence, plan, scalars)
+
+    def end(self, sequence: Sequence, following: StepPlan | None) -> None:
+        """After a step: empty a full tail, and start the next step's first loads."""
+        if sequence.length - sequence.downloaded == self.tail_tokens:
+            self._download_tail(sequence)
+        self._drop_loads()
+        if following is not None:
+            self._want(sequence, following)
 
     def release(self, sequence: Sequence) -> None:
         """Give the blocks back once no copy touches them; see `KVCache.release`."""
         self.streams.drain()
-        self.ring.abandon()
-        self._forget_events()
+        self._forget()
         if self.poisoned:
             for layer_blocks in self.blocks:
                 for block in sequence.block_table:
-                    poison(layer_blocks[:, block])
+                    poison(layer_blocks[block])
             poison(*self.device_buffers().values())
             self.streams.drain()
         self.pool.give_back(sequence.block_table)
@@ -133,14 +261,16 @@ class OffloadCache:
 
     def device_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the buffers on the device by name."""
-        buffers = {"ring": self.slots, "stages": self.stages, "tail": self.tail}
+        buffers = {"ring": self.slots, "tail": self.tail}
+        if not self.geometry.stages_are_slots:
+            buffers["stages"] = self.stages
         if self.scratch is not None:
             buffers["scratch"] = self.scratch
         return buffers
 
     def host_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the blocks of each layer by name."""
-        return {f"blocks_layer_{layer}": blocks for layer, blocks in enumerate(self.blocks)}
+        return {host_name(layer): blocks for layer, blocks in enumerate(self.blocks)}
 
     def download(
         self, sequence: Sequence, layer: int, start: int, rows: torch.Tensor, count: int
@@ -159,7 +289,7 @@ class OffloadCache:
         while done < count:
             index, offset = divmod(start + done, self.block_tokens)
             size = min(count - done, self.block_tokens - offset)
-            block = self.blocks[layer][:, sequence.block_table[index]]
+            block = self.blocks[layer][sequence.block_table[index]]
             for kind in (0, 1):
                 pieces.append(
                     Copy(block[kind, offset : offset + size], rows[kind, done : done + size])
@@ -177,164 +307,280 @@ class OffloadCache:
             )
         sequence.downloaded = sequence.length
 
-
-class OffloadStep:
-    """One pass through the layers, which loads blocks ahead in the order of need."""
-
-    def __init__(
-        self,
-        cache: OffloadCache,
-        sequence: Sequence,
-        count: int,
-        spans: tuple[Span, ...],
-        reading_layers: int,
-    ) -> None:
-        self._cache = cache
-        self._sequence = sequence
-        self._count = count
-        self._spans = spans
-        self._block_indices = self._blocks_to_read()
-        self._wanted = iter(
-            [(layer, index) for layer in range(reading_layers) for index in self._block_indices]
-        )
-        self._load_of: dict[tuple[int, int], int] = {}
-        self._load_ahead()
-
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KVSpan:
-        """Stage a chunk and copy it down, or put one token in the tail; see `Step.append`."""
-        start = self._sequence.length
-        if self._count == 1:
-            row = start - self._sequence.downloaded
-            self._await(self._cache.tail_downloaded, layer)
-            target, place = self._cache.tail[layer, :, row : row + 1], "the tail"
-        else:
-            stage = layer % STAGES
-            self._await(self._cache.stage_downloaded, stage)
-            target, place = self._cache.stages[stage, :, : self._count], "the chunk"
-        target[0].copy_(keys)
-        target[1].copy_(values)
-        if self._count > 1:
-            self._cache.stage_downloaded[layer % STAGES] = self._cache.download(
-                self._sequence, layer, start, target, self._count
-            )
-        return KVSpan(target[0], target[1], start, place)
-
-    def history(self, layer: int) -> Iterator[KVSpan]:
-        """Yield the announced spans; see `Step.history`."""
-        needed_later = list(self._block_indices)
-        for number, span in enumerate(self._spans):
-            yield self._span(layer, span)
-            next_start = self._spans[number + 1].start if number + 1 < len(self._spans) else None
-            while needed_later and (
-                next_start is None or (needed_later[0] + 1) * self._cache.block_tokens <= next_start
-            ):
-                self._release(layer, needed_later.pop(0))
-            self._load_ahead()
-
-    def finish(self) -> None:
-        """Count the new tokens as held."""
-        self._sequence.length += self._count
-        if self._count > 1:
-            self._sequence.downloaded = self._sequence.length
-
-    def _blocks_to_read(self) -> list[int]:
+    def blocks_to_read(self, sequence: Sequence, plan: StepPlan) -> list[int]:
         """Return the indices in the block table of what the spans read from CPU memory."""
-        size, downloaded = self._cache.block_tokens, self._sequence.downloaded
+        size, downloaded = self.block_tokens, sequence.downloaded
         indices: dict[int, None] = {}
-        for span in self._spans:
+        for span in plan.spans:
             stop = min(span.stop, downloaded)
             if span.start < stop:
                 indices.update(dict.fromkeys(range(span.start // size, ceil(stop / size))))
         return list(indices)
 
-    def _load_ahead(self) -> None:
+    def _want(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Load what a step reads next, in the order of need, unless that is under way."""
+        size, indices = self.block_tokens, self.blocks_to_read(sequence, plan)
+        wanted = [
+            Wanted(layer, index, min(size, sequence.downloaded - index * size))
+            for layer in range(plan.reading_layers)
+            for index in indices
+        ]
+        if wanted != self._planned:
+            self._drop_loads()
+            self._planned, self._queue = wanted, deque(wanted)
+        self.load_ahead(sequence)
+
+    def _drop_loads(self) -> None:
+        """Forget what is loaded and was not read; the copy stream keeps these loads in order."""
+        self._load_of.clear()
+        self._loaded.clear()
+        self._ring.abandon()
+        self._planned, self._queue = [], deque()
+
+    def load_ahead(self, sequence: Sequence) -> None:
         """Start the next loads while slots are free."""
-        while self._cache.ring.has_room:
-            wanted = next(self._wanted, None)
-            if wanted is None:
+        while self._queue:
+            wanted = self._queue[0]
+            kept = self._kept.get((wanted.layer, wanted.index))
+            if kept is not None:
+                if kept.rows < wanted.rows:
+                    # Its readers so far are on the compute stream, and all asked for.
+                    kept.loaded = self._load(sequence, wanted, kept.slot, self.streams.mark())
+                    kept.rows = wanted.rows
+            elif self._ring.has_room:
+                grant = self._ring.start()
+                event = self._read.pop(grant.after, None)
+                if event is None:  # a slot's first load, or one after an unread load
+                    event = self.streams.mark()
+                self._loaded[grant.load] = self._load(sequence, wanted, grant.slot, event)
+                self._load_of[wanted.layer, wanted.index] = grant.load
+            else:
                 return
-            self._load(*wanted)
+            self._queue.popleft()
 
-    def _load(self, layer: int, index: int) -> None:
-        cache, sequence = self._cache, self._sequence
-        grant = cache.ring.start()
-        after = [cache.layer_downloaded[layer], cache.read.pop(grant.after, None)]
-        rows = min(cache.block_tokens, sequence.downloaded - index * cache.block_tokens)
-        slot = cache.slots[:, grant.slot]
-        block = cache.blocks[layer][:, sequence.block_table[index]]
-        cache.loaded[grant.load] = cache.streams.copy(
+    def _load(self, sequence: Sequence, wanted: Wanted, number: int, read: Event) -> Event:
+        """Copy a block's rows up to a slot, after its last reader is done; return the event."""
+        slot = self.slots[number]
+        block = self.blocks[wanted.layer][sequence.block_table[wanted.index]]
+        after = [read, self.layer_downloaded[wanted.layer]]
+        if self.geometry.stages_are_slots:
+            after.append(self.stage_downloaded[number])
+        if wanted.rows == self.block_tokens:
+            pieces = [Copy(slot, block)]
+        else:
+            rows = wanted.rows
+            pieces = [Copy(slot[kind, :rows], block[kind, :rows]) for kind in (0, 1)]
+        return self.streams.copy(
             "up",
-            [Copy(slot[kind, :rows], block[kind, :rows]) for kind in (0, 1)],
+            pieces,
             [event for event in after if event is not None],
-            wipe=slot if cache.poisoned else None,
+            wipe=slot if self.poisoned else None,
         )
-        self._load_of[layer, index] = grant.load
 
-    def _release(self, layer: int, index: int) -> None:
-        cache, load = self._cache, self._load_of.pop((layer, index))
-        cache.read[load] = cache.streams.mark()
-        del cache.loaded[load]
-        cache.ring.release(load)
+    def slot(self, layer: int, index: int) -> int:
+        """Return the slot of a block that is needed now, once its load is done."""
+        kept = self._kept.get((layer, index))
+        if kept is not None:
+            self.streams.wait(kept.loaded)
+            return kept.slot
+        load = self._load_of[layer, index]
+        self.streams.wait(self._loaded[load])
+        return self._ring.slot_of(load)
 
-    def _await(self, events: list[Event | None], index: int) -> None:
+    def done_with(self, layer: int, index: int) -> None:
+        """Give a block's slot back: the layer's last read of it has been asked for."""
+        if (layer, index) in self._kept:
+            return
+        load = self._load_of.pop((layer, index))
+        self._read[load] = self.streams.mark()
+        del self._loaded[load]
+        self._ring.release(load)
+
+    def await_room(self, events: list[Event | None], index: int) -> None:
+        """Make the compute stream wait until a buffer has been copied down."""
         event = events[index]
         if event is not None:
-            self._cache.streams.wait(event)
+            self.streams.wait(event)
             events[index] = None
 
-    def _slot(self, layer: int, index: int) -> int:
-        """Return the slot of a block that is needed now, once its load is done."""
-        load = self._load_of[layer, index]
-        self._cache.streams.wait(self._cache.loaded[load])
-        return self._cache.ring.slot_of(load)
+    def tail_row(self, sequence: Sequence, layer: int) -> Room:
+        """Return the tail's next free row."""
+        self.await_room(self.tail_downloaded, layer)
+        row = sequence.length - sequence.downloaded
+        keys, values = self.tail[layer, :, row : row + 1]
+        return Room(keys, values, None)
+
+    def gather(self, sequence: Sequence, layer: int, span: Span) -> tuple[torch.Tensor, str]:
+        """Copy a span's rows out of several slots into the scratch buffer."""
+        if self.scratch is None:
+            raise AssertionError("a span over several blocks, and no scratch buffer")
+        size = self.block_tokens
+        stop = min(span.stop, sequence.downloaded)
+        used = []
+        for index in range(span.start // size, ceil(stop / size)):
+            slot = self.slot(layer, index)
+            start_row, stop_row = max(span.start, index * size), min(stop, (index + 1) * size)
+            rows = self.slots[slot, :, start_row - index * size : stop_row - index * size]
+            self.scratch[:, start_row - span.start : stop_row - span.start].copy_(rows)
+            used.append(str(slot))
+        return self.scratch[:, : span.stop - span.start], f"slots {', '.join(used)}"
+
+    def reading(
+        self, sequence: Sequence, plan: StepPlan, layer: int
+    ) -> Iterator[tuple[Span, list[int]]]:
+        """Yield the spans, and give each block's slot back once no later span needs it."""
+        size, downloaded = self.block_tokens, sequence.downloaded
+        held: list[int] = []
+        for number, span in enumerate(plan.spans):
+            stop = min(span.stop, downloaded)
+            indices = list(range(span.start // size, ceil(stop / size)))
+            held += [index for index in indices if span.start < stop and index not in held]
+            yield span, indices
+            following = plan.spans[number + 1 :]
+            while held and not (following and following[0].start < (held[0] + 1) * size):
+                self.done_with(layer, held.pop(0))
+            self.load_ahead(sequence)
+
+
+class OffloadStep:
+    """One pass through the layers, which loads blocks ahead in the order of need."""
+
+    def __init__(self, cache: OffloadCache, sequence: Sequence, plan: StepPlan) -> None:
+        self._cache = cache
+        self._sequence = sequence
+        self._plan = plan
+
+    def room(self, layer: int) -> Room:
+        """Return a stage for a chunk, the tail's next row for one token; see `Step.room`."""
+        if self._plan.count == 1:
+            return self._cache.tail_row(self._sequence, layer)
+        self._cache.await_room(self._cache.stage_downloaded, layer % len(self._cache.stages))
+        new = self.new(layer)
+        return Room(new.keys, new.values, None)
+
+    def written(self, layer: int) -> None:
+        """Copy a staged chunk down; see `Step.written`."""
+        if self._plan.count == 1:
+            return
+        stage = layer % len(self._cache.stages)
+        self._cache.stage_downloaded[stage] = self._cache.download(
+            self._sequence,
+            layer,
+            self._sequence.length,
+            self._cache.stages[stage],
+            self._plan.count,
+        )
+
+    def new(self, layer: int) -> KVSpan:
+        """Return the stage, or the tail's row; see `Step.new`."""
+        start = self._sequence.length
+        if self._plan.count == 1:
+            row = start - self._sequence.downloaded
+            keys, values = self._cache.tail[layer, :, row : row + 1]
+            return KVSpan(keys, values, start, "the tail")
+        stage = self._cache.stages[layer % len(self._cache.stages)]
+        keys, values = stage[:, : self._plan.count]
+        return KVSpan(keys, values, start, "the chunk")
+
+    def history(self, layer: int) -> Iterator[KVSpan]:
+        """Yield the announced spans; see `Step.history`."""
+        for span, _ in self._cache.reading(self._sequence, self._plan, layer):
+            yield self._span(layer, span)
+
+    def finish(self, following: StepPlan | None = None) -> None:
+        """Count the new tokens as held; see `Step.finish`."""
+        self._sequence.length += self._plan.count
+        if self._plan.count > 1:
+            self._sequence.downloaded = self._sequence.length
+        self._cache.end(self._sequence, following)
 
     def _span(self, layer: int, span: Span) -> KVSpan:
         """Return the span's rows side by side: in the tail, in a slot, or in the scratch."""
-        downloaded, size = self._sequence.downloaded, self._cache.block_tokens
+        cache, downloaded = self._cache, self._sequence.downloaded
+        size = cache.block_tokens
         if span.start >= downloaded:
-            rows = self._cache.tail[layer, :, span.start - downloaded : span.stop - downloaded]
+            rows = cache.tail[layer, :, span.start - downloaded : span.stop - downloaded]
             return KVSpan(rows[0], rows[1], span.start, "the tail")
         first = span.start // size
         if span.stop <= (first + 1) * size:
-            slot = self._slot(layer, first)
+            slot = cache.slot(layer, first)
             offset = span.start - first * size
-            rows = self._cache.slots[:, slot, offset : offset + span.stop - span.start]
+            rows = cache.slots[slot, :, offset : offset + span.stop - span.start]
             place = f"slot {slot}"
         else:
-            rows, place = self._gather(layer, span)
+            rows, place = cache.gather(self._sequence, layer, span)
         if span.stop > downloaded:
             new = span.stop - downloaded
-            rows[:, downloaded - span.start :].copy_(self._cache.tail[layer, :, :new])
+            rows[:, downloaded - span.start :].copy_(cache.tail[layer, :, :new])
             place += " and the tail"
         return KVSpan(rows[0], rows[1], span.start, place)
 
-    def _gather(self, layer: int, span: Span) -> tuple[torch.Tensor, str]:
-        """Copy the span's rows out of several slots into the scratch buffer."""
-        scratch = self._cache.scratch
-        if scratch is None:
-            raise AssertionError("a span over several blocks, and no scratch buffer")
-        size = self._cache.block_tokens
-        stop = min(span.stop, self._sequence.downloaded)
-        used = []
-        for index in range(span.start // size, ceil(stop / size)):
-            slot = self._slot(layer, index)
-            start_row, stop_row = max(span.start, index * size), min(stop, (index + 1) * size)
-            rows = self._cache.slots[:, slot, start_row - index * size : stop_row - index * size]
-            scratch[:, start_row - span.start : stop_row - span.start].copy_(rows)
-            used.append(str(slot))
-        return scratch[:, : span.stop - span.start], f"slots {', '.join(used)}"
 
+class OffloadOneStep:
+    """One token's pass. It reads the blocks one by one, or gathered spans, and the tail apart."""
 
-def _check_sizes(context_tokens: int, block_tokens: int, slots: int, attend_tokens: int) -> None:
-    if block_tokens > context_tokens:
-        raise ConfigurationError(
-            f"backend.kvcache_block_size={block_tokens} is longer than the context, "
-            f"backend.max_model_len={context_tokens}; at most that is allowed."
-        )
-    needed = blocks_in_span(attend_tokens, block_tokens, context_tokens)
-    if needed > slots:
-        raise ConfigurationError(
-            f"backend.attend_tokens={attend_tokens} can touch {needed} blocks of {block_tokens} "
-            f"tokens at once, but backend.num_gpu_blocks={slots}: set attend_tokens to at most "
-            f"{slots * block_tokens}, or num_gpu_blocks to {needed} or more."
-        )
+    def __init__(
+        self, cache: OffloadCache, sequence: Sequence, plan: StepPlan, scalars: Scalars
+    ) -> None:
+        self._cache = cache
+        self._sequence = sequence
+        self._plan = plan
+        self._row = scalars.tail_row
+
+    def room(self, layer: int) -> Room:
+        """Return the tail, and the token's row in it; see `OneStep.room`."""
+        self._cache.await_room(self._cache.tail_downloaded, layer)
+        keys, values = self._cache.tail[layer]
+        return Room(keys, values, self._row)
+
+    def written(self, layer: int) -> None:
+        """See `OneStep.written`."""
+
+    def pieces(self, layer: int) -> Iterator[KVSpan]:
+        """Yield blocks or spans; see `OneStep.pieces`. Tail rows lie elsewhere."""
+        if self._cache.geometry.reads_blocks:
+            yield from self._blocks(layer)
+        else:
+            yield from self._spans(layer)
+
+    def tail(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tail; see `OneStep.tail`."""
+        keys, values = self._cache.tail[layer]
+        return keys, values
+
+    def finish(self, following: StepPlan | None = None) -> None:
+        """Count the new token as held; see `Step.finish`."""
+        self._sequence.length += 1
+        self._cache.end(self._sequence, following)
+
+    def _blocks(self, layer: int) -> Iterator[KVSpan]:
+        cache, size, stop = self._cache, self._cache.block_tokens, self._sequence.length + 1
+        in_slots = set(cache.blocks_to_read(self._sequence, self._plan))
+        for index in range(ceil(stop / size)):
+            if index not in in_slots:
+                yield self._only_tail(index * size, min(size, stop - index * size))
+                continue
+            slot = cache.slot(layer, index)
+            keys, values = cache.slots[slot, :, : stop - index * size]
+            yield KVSpan(keys, values, index * size, f"slot {slot}")
+            cache.done_with(layer, index)
+            cache.load_ahead(self._sequence)
+
+    def _spans(self, layer: int) -> Iterator[KVSpan]:
+        cache, downloaded = self._cache, self._sequence.downloaded
+        for span, indices in cache.reading(self._sequence, self._plan, layer):
+            if span.start >= downloaded:
+                yield self._only_tail(span.start, span.stop - span.start)
+            elif len(indices) == 1 and span.stop <= (indices[0] + 1) * cache.block_tokens:
+                slot = cache.slot(layer, indices[0])
+                offset = span.start - indices[0] * cache.block_tokens
+                keys, values = cache.slots[slot, :, offset : offset + span.stop - span.start]
+                yield KVSpan(keys, values, span.start, f"slot {slot}")
+            else:
+                rows, place = cache.gather(self._sequence, layer, span)
+                yield KVSpan(rows[0], rows[1], span.start, place)
+
+    def _only_tail(self, start: int, tokens: int) -> KVSpan:
+        """Return a piece all of whose rows are read from the tail, whatever is given as rows."""
+        unread = self._cache.slots[0, :, :tokens]
+        return KVSpan(unread[0], unread[1], start, "the tail")

@@ -7,41 +7,54 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from backends.base import OutOfMemory
-from backends.engine.cache.base import KVLayout, KVSpan, Sequence, poison
+from backends.engine.cache.base import KVLayout, KVSpan, Scalars, Sequence, StepPlan, poison
+from backends.engine.memory import Buffer
+from backends.engine.model import Room
 from backends.engine.policy import Span
+
+_PLACE = "the resident cache"
+
+
+def resident_buffers(layout: KVLayout, capacity_tokens: int) -> tuple[Buffer, ...]:
+    """Declare the buffers of a `ResidentCache`: [layers, tokens, kv_heads, head_dim] each."""
+    return tuple(
+        layout.buffer(f"resident_{name}", "device", "kv_device", layout.layers, capacity_tokens)
+        for name in ("keys", "values")
+    )
 
 
 class ResidentCache:
-    """One buffer for each of keys and values, [layers, capacity_tokens, kv_heads, head_dim].
+    """One buffer for each of keys and values.
 
     Args:
-        layout: of a token.
-        capacity_tokens: what the longest request needs.
+        tensors: of `resident_buffers`.
         poisoned: fill what is freed or unwritten with NaN.
     """
 
-    def __init__(self, layout: KVLayout, capacity_tokens: int, *, poisoned: bool) -> None:
-        self._keys = layout.empty(layout.layers, capacity_tokens)
-        self._values = layout.empty(layout.layers, capacity_tokens)
-        self._capacity_tokens = capacity_tokens
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, poisoned: bool) -> None:
+        self._keys = tensors["resident_keys"]
+        self._values = tensors["resident_values"]
         self._poisoned = poisoned
         if poisoned:
             poison(self._keys, self._values)
 
     def admit(self, request_id: int, tokens: int) -> Sequence:
         """Make room; see `KVCache.admit`."""
-        if tokens > self._capacity_tokens:
+        capacity = self._keys.shape[1]
+        if tokens > capacity:
             raise OutOfMemory(
                 f"request {request_id} needs KV for {tokens} tokens on the device, which holds "
-                f"{self._capacity_tokens}"
+                f"{capacity}"
             )
         return Sequence(request_id)
 
-    def begin(
-        self, sequence: Sequence, count: int, spans: tuple[Span, ...], reading_layers: int
-    ) -> ResidentStep:
+    def begin(self, sequence: Sequence, plan: StepPlan) -> ResidentStep:
         """Start a step; see `KVCache.begin`. Nothing has to be fetched ahead."""
-        return ResidentStep(self._keys, self._values, sequence, count, spans)
+        return ResidentStep(self._keys, self._values, sequence, plan)
+
+    def begin_one(self, sequence: Sequence, plan: StepPlan, scalars: Scalars) -> ResidentOneStep:
+        """Start a step of one token; see `KVCache.begin_one`."""
+        return ResidentOneStep(self._keys, self._values, sequence, scalars)
 
     def release(self, sequence: Sequence) -> None:
         """Forget the request. Reads are bounded by lengths, so nothing has to be wiped."""
@@ -62,37 +75,65 @@ class ResidentStep:
     """One pass through the layers; all spans are views."""
 
     def __init__(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sequence: Sequence,
-        count: int,
-        spans: tuple[Span, ...],
+        self, keys: torch.Tensor, values: torch.Tensor, sequence: Sequence, plan: StepPlan
     ) -> None:
         self._keys = keys
         self._values = values
         self._sequence = sequence
-        self._new = Span(sequence.length, sequence.length + count)
-        self._spans = spans
+        self._new = Span(sequence.length, sequence.length + plan.count)
+        self._spans = plan.spans
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KVSpan:
-        """Store the new tokens after the others; see `Step.append`."""
-        new = self._view(layer, self._new)
-        new.keys.copy_(keys)
-        new.values.copy_(values)
-        return new
+    def room(self, layer: int) -> Room:
+        """Return the rows after the others; see `Step.room`."""
+        new = self.new(layer)
+        return Room(new.keys, new.values, None)
+
+    def written(self, layer: int) -> None:
+        """See `Step.written`."""
+
+    def new(self, layer: int) -> KVSpan:
+        """Return the new tokens' keys and values; see `Step.new`."""
+        return self._view(layer, self._new)
 
     def history(self, layer: int) -> Iterator[KVSpan]:
         """Yield the announced spans; see `Step.history`."""
         for span in self._spans:
             yield self._view(layer, span)
 
-    def finish(self) -> None:
+    def finish(self, following: StepPlan | None = None) -> None:
         """Count the new tokens as held."""
         self._sequence.length = self._new.stop
 
     def _view(self, layer: int, span: Span) -> KVSpan:
         rows = slice(span.start, span.stop)
-        return KVSpan(
-            self._keys[layer, rows], self._values[layer, rows], span.start, "the resident cache"
-        )
+        return KVSpan(self._keys[layer, rows], self._values[layer, rows], span.start, _PLACE)
+
+
+class ResidentOneStep:
+    """One token's pass. Its views are of whole layers, so that a captured step stays right."""
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, sequence: Sequence, scalars: Scalars
+    ) -> None:
+        self._keys = keys
+        self._values = values
+        self._sequence = sequence
+        self._position = scalars.position
+
+    def room(self, layer: int) -> Room:
+        """Return the layer, and the token's row in it; see `OneStep.room`."""
+        return Room(self._keys[layer], self._values[layer], self._position)
+
+    def written(self, layer: int) -> None:
+        """See `OneStep.written`."""
+
+    def pieces(self, layer: int) -> Iterator[KVSpan]:
+        """Yield the whole layer; see `OneStep.pieces`."""
+        yield KVSpan(self._keys[layer], self._values[layer], 0, _PLACE)
+
+    def tail(self, layer: int) -> None:
+        """Return None: all rows lie together."""
+
+    def finish(self, following: StepPlan | None = None) -> None:
+        """Count the new token as held."""
+        self._sequence.length += 1

@@ -1,0 +1,203 @@
+"""Which buffers an engine needs, from its settings and the model's shape, before it has any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from backends.base import ConfigurationError
+from backends.engine.attention import Kernel
+from backends.engine.cache.base import KVLayout
+from backends.engine.cache.offload import OffloadGeometry
+from backends.engine.cache.resident import resident_buffers
+from backends.engine.memory import Alternative, Buffer, MemoryPlan, context_allowance
+from backends.engine.model import weight_buffers
+from backends.engine.ops import SPLIT_TOKENS, splits_for
+from backends.engine.settings import MIN_SLOTS, Settings
+from backends.engine.shape import ModelShape
+from backends.engine.workspace import StepSize, workspace_buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What decides every buffer of an engine.
+
+    Attributes:
+        settings: as asked for.
+        shape: of the model.
+        tied: whether the output matrix is the embedding.
+        device, dtype: in force.
+        kernel: for attention of many queries.
+        one_token_kernels: whether `ops` has kernels of its own for a step of one token.
+        context_tokens: the longest request.
+    """
+
+    settings: Settings
+    shape: ModelShape
+    tied: bool
+    device: torch.device
+    dtype: torch.dtype
+    kernel: Kernel
+    one_token_kernels: bool
+    context_tokens: int
+
+    @property
+    def layout(self) -> KVLayout:
+        """A token's keys and values."""
+        shape = self.shape
+        return KVLayout(shape.layers, shape.kv_heads, shape.head_dim, self.dtype)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of the largest step."""
+        return min(self.settings.chunk_tokens or self.context_tokens, self.context_tokens)
+
+    @property
+    def attend_tokens(self) -> int:
+        """Tokens of the largest span."""
+        return min(self.settings.attend_tokens or self.context_tokens, self.context_tokens)
+
+    @property
+    def decodes_by_splits(self) -> bool:
+        """Whether steps of one token go through `ops`' own kernels.
+
+        They read keys in splits; spans that are not whole splits go the general way. This must
+        not depend on where keys and values lie, or the bits would.
+        """
+        attend = self.settings.attend_tokens
+        return self.one_token_kernels and (attend is None or attend % SPLIT_TOKENS == 0)
+
+    @property
+    def geometry(self) -> OffloadGeometry | None:
+        """The sizes of the offload cache, or None where there is none."""
+        offload = self.settings.offload
+        if offload is None or offload.mode == "never":
+            return None
+        return OffloadGeometry(
+            context_tokens=self.context_tokens,
+            block_tokens=offload.block_tokens(self.context_tokens),
+            slots=offload.num_gpu_blocks,
+            chunk_tokens=self.chunk_tokens,
+            attend_tokens=self.attend_tokens,
+            split_tokens=SPLIT_TOKENS if self.decodes_by_splits else 1,
+        )
+
+    @property
+    def resident_tokens(self) -> int:
+        """The longest request whose keys and values stay on the device."""
+        offload = self.settings.offload
+        if offload is None:
+            return self.context_tokens
+        return offload.longest_resident_tokens(self.context_tokens)
+
+    @property
+    def merges(self) -> bool:
+        """Whether a step may attend to more than one piece of keys."""
+        return min(self.chunk_tokens, self.attend_tokens) < self.context_tokens
+
+    def work_buffers(self) -> tuple[Buffer, ...]:
+        """Declare what steps compute in."""
+        size = StepSize(self.chunk_tokens, self.merges)
+        buffers = workspace_buffers(self.shape, self.dtype, size)
+        if self.decodes_by_splits:
+            heads = (splits_for(self.context_tokens), self.shape.heads)
+            shapes = {
+                "partial_output": (*heads, self.shape.head_dim),
+                "partial_log_sum_exp": heads,
+            }
+            buffers += tuple(
+                Buffer(name, dims, torch.float32, "device", "activations")
+                for name, dims in shapes.items()
+            )
+        return buffers
+
+    def cache_buffers(self) -> tuple[Buffer, ...]:
+        """Declare what keys and values are kept in."""
+        buffers: tuple[Buffer, ...] = ()
+        if self.geometry is not None:
+            buffers += self.geometry.buffers(self.layout)
+        if self.resident_tokens:
+            buffers += resident_buffers(self.layout, self.resident_tokens)
+        return buffers
+
+    def passing_buffers(self) -> tuple[Buffer, ...]:
+        """Declare the room for what a kernel allocates for each call."""
+        rows, heads = self.chunk_tokens, self.shape.heads
+        log_sum_exp = Buffer("log_sum_exp", (rows, heads), torch.float32, "device", "activations")
+        if self.kernel.writes_out:
+            return (log_sum_exp,)
+        dims = (rows, heads, self.shape.head_dim)
+        return (log_sum_exp, Buffer("output", dims, self.dtype, "device", "activations"))
+
+    def plan(self) -> MemoryPlan:
+        """Return the whole plan."""
+        return MemoryPlan(
+            (
+                *weight_buffers(self.shape, self.dtype, tied=self.tied),
+                *self.cache_buffers(),
+                *self.work_buffers(),
+                *self.passing_buffers(),
+                *context_allowance(self.device),
+            )
+        )
+
+    def alternatives(self) -> Iterator[Alternative]:
+        """Yield the settings that can be lowered, the least painful first."""
+        offload = self.settings.offload
+        if self.geometry is not None and offload is not None:
+            least = max(MIN_SLOTS, self.geometry.span_blocks)
+            yield Alternative(
+                f"backend.{offload.slots_key}",
+                offload.num_gpu_blocks,
+                self._planner(self._with_slots),
+                range(least, offload.num_gpu_blocks),
+            )
+        if self.settings.chunk_tokens is not None:
+            yield Alternative(
+                "backend.chunk_tokens",
+                self.chunk_tokens,
+                self._planner(self._with_chunk),
+                range(1, self.chunk_tokens),
+            )
+        yield Alternative(
+            "backend.max_model_len",
+            self.context_tokens,
+            self._planner(self._with_context),
+            range(1, self.context_tokens),
+        )
+
+    def _planner(self, change: Callable[[int], Blueprint]) -> Callable[[int], MemoryPlan]:
+        return lambda value: change(value).plan()
+
+    def _with_slots(self, slots: int) -> Blueprint:
+        if self.settings.offload is None:
+            raise AssertionError("slots without an offload cache")
+        offload = replace(self.settings.offload, num_gpu_blocks=slots)
+        return replace(self, settings=replace(self.settings, offload=offload))
+
+    def _with_chunk(self, chunk_tokens: int) -> Blueprint:
+        return replace(self, settings=replace(self.settings, chunk_tokens=chunk_tokens))
+
+    def _with_context(self, context_tokens: int) -> Blueprint:
+        settings, offload = self.settings, self.settings.offload
+        if offload is not None and offload.kvcache_block_size is not None:
+            block = min(offload.kvcache_block_size, context_tokens)
+            settings = replace(settings, offload=replace(offload, kvcache_block_size=block))
+        return replace(self, settings=settings, context_tokens=context_tokens)
+
+
+def context_tokens(settings: Settings, max_positions: int) -> int:
+    """Return the longest request.
+
+    Raises:
+        ConfigurationError: it is beyond the model's positions.
+    """
+    context = max_positions if settings.max_model_len is None else settings.max_model_len
+    if context > max_positions:
+        raise ConfigurationError(
+            f"backend.max_model_len={context} is beyond the model's max_position_embeddings="
+            f"{max_positions}."
+        )
+    return context
