@@ -155,6 +155,15 @@ class Requests(RuleBasedStateMachine):
             self.register_written(request, whole=True)
             self.leave(request)
 
+    @rule(prompt=prompts)
+    def serve_beside_a_longer_one(self, prompt):
+        first, second = self.admit(prompt, 1), self.admit((*prompt, 0, 0), 1)
+        for request in (first, second):
+            if request is not None:
+                self.register_written(request, whole=True)
+        if first is not None:
+            self.leave(first)
+
     @rule(prompt=prompts, answer=st.integers(1, 3))
     def start(self, prompt, answer):
         self.admit(prompt, answer)
