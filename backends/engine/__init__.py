@@ -1,7 +1,8 @@
 """The project's own engine: exact attention with the KV cache on the device or in CPU memory.
 
 Three presets of one class: `gpu_only`, `offload` and `offload_layerwise`. Every setting is a
-keyword argument.
+keyword argument. A preset's `memory_plan` takes the same arguments and returns the lines of the
+memory plan, without loading or allocating anything.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from backends.base import ConfigurationError
 from backends.engine.engine import Engine
 from backends.engine.policy import policy_name
+from backends.engine.preset import Preset, Weights
 from backends.engine.settings import OffloadSettings, Settings
 
 __all__ = ["Engine", "gpu_only", "offload", "offload_layerwise"]
 
 
+@Preset
 def gpu_only(
     *,
     model_path: str,
@@ -39,7 +42,7 @@ def gpu_only(
     checkpoint_tensors: bool = False,
     timeline: str | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
-) -> Engine:
+) -> tuple[Settings, Weights]:
     """Build an engine that keeps all keys and values on the device.
 
     Args:
@@ -71,7 +74,7 @@ def gpu_only(
     Raises:
         ConfigurationError: a setting cannot be honoured.
     """
-    return Engine(
+    return (
         Settings(
             model_path=model_path,
             device=device,
@@ -96,6 +99,7 @@ def gpu_only(
     )
 
 
+@Preset
 def offload(
     *,
     model_path: str,
@@ -110,6 +114,7 @@ def offload(
     offload: Literal["always", "never", "auto"] = "always",
     resident_tokens: int | None = None,
     prefix_cache: bool = False,
+    prefix_cache_tokens: int | None = None,
     attention: str = "auto",
     policy: Mapping[str, Any] | None = None,
     poison: bool = False,
@@ -121,7 +126,7 @@ def offload(
     checkpoint_tensors: bool = False,
     timeline: str | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
-) -> Engine:
+) -> tuple[Settings, Weights]:
     """Build an engine that keeps keys and values in CPU memory, and what it reads in a ring.
 
     Args:
@@ -141,7 +146,13 @@ def offload(
             those on the device that are short enough.
         resident_tokens: with "auto", the longest request, prompt and generation, that stays on
             the device; None is what the ring holds.
-        prefix_cache: keep finished blocks, and reuse those whose tokens begin a later prompt.
+        prefix_cache: keep the blocks of finished prompts in CPU memory, and reuse those whose
+            tokens begin a later prompt; the least recently used give way. It does not change an
+            answer's bits. What is reused ends at a common multiple of kvcache_block_size and
+            chunk_tokens, so let one be a multiple of the other.
+        prefix_cache_tokens: tokens of CPU memory for that beyond max_model_len, in whole blocks.
+            None is none: the next request, if it is as long as the context, then leaves nothing
+            but what it shares.
         attention: name of the attention kernel.
         policy: which keys prefill reads.
         poison: fill freed and unwritten cells with NaN.
@@ -162,7 +173,7 @@ def offload(
             f"backend.attend_tokens={attend_tokens}: allowed are a whole number from 1, block "
             "and null."
         )
-    return Engine(
+    return (
         Settings(
             model_path=model_path,
             device=device,
@@ -181,6 +192,7 @@ def offload(
                 num_gpu_blocks=num_gpu_blocks,
                 kvcache_block_size=kvcache_block_size,
                 prefix_cache=prefix_cache,
+                prefix_cache_tokens=prefix_cache_tokens,
             ),
             device_memory_gb=device_memory_gb,
             host_memory_gb=host_memory_gb,
@@ -193,6 +205,7 @@ def offload(
     )
 
 
+@Preset
 def offload_layerwise(
     *,
     model_path: str,
@@ -212,7 +225,7 @@ def offload_layerwise(
     checkpoint_tensors: bool = False,
     timeline: str | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
-) -> Engine:
+) -> tuple[Settings, Weights]:
     """Build an engine that keeps keys and values in CPU memory, a layer at a time on the device.
 
     The whole prompt goes through a layer in one step, so that its keys and values are copied down
@@ -244,7 +257,7 @@ def offload_layerwise(
     Raises:
         ConfigurationError: a setting cannot be honoured.
     """
-    return Engine(
+    return (
         Settings(
             model_path=model_path,
             device=device,

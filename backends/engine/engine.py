@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from backends.base import (
     RequestError,
 )
 from backends.digest import trace_logits
-from backends.engine import attention, memory
+from backends.engine import memory
 from backends.engine.cache.base import KVCache, Scalars, Sequence, StepPlan
 from backends.engine.cache.offload import OffloadCache
 from backends.engine.cache.resident import ResidentCache
@@ -35,14 +35,14 @@ from backends.engine.graph import CapturedStep
 from backends.engine.model import Decoder
 from backends.engine.ops import make_ops
 from backends.engine.pinned import HostPool
-from backends.engine.plan import Blueprint, context_tokens
+from backends.engine.plan import draw, weight_source
 from backends.engine.policy import POLICIES
 from backends.engine.settings import Settings, resolve_device, resolve_dtype
 from backends.engine.shape import find_model, read_shape
 from backends.engine.steps import Attention, ManyRows, OneRow, Record
 from backends.engine.streams import make_streams
 from backends.engine.timeline import Timeline
-from backends.engine.weights import Checkpoint, StateDict, WeightSource
+from backends.engine.weights import WeightSource
 from backends.engine.workspace import Workspace
 
 
@@ -75,9 +75,9 @@ class Engine:
         shape = read_shape(folder)
         self._recorder = _recorder(settings)
         self._timeline = _timeline(settings, self._device)
-        with torch.inference_mode(), _source(folder, weights) as source:
+        with torch.inference_mode(), weight_source(folder, weights) as source:
             self._ops = make_ops(self._device, resolve_dtype(settings.dtype, self._device))
-            self._blueprint = self._draw(shape, source)
+            self._blueprint = draw(settings, self._device, shape, source, self._ops)
             self._plan = self._blueprint.plan()
             self._check_plan()
             self._host = HostPool(device=self._device)
@@ -96,29 +96,6 @@ class Engine:
     @property
     def _context_tokens(self) -> int:
         return self._blueprint.context_tokens
-
-    def _draw(self, shape: Any, source: WeightSource) -> Blueprint:
-        """Decide every buffer."""
-        settings = self._settings
-        dtype = resolve_dtype(settings.dtype, self._device)
-        blueprint = Blueprint(
-            settings=settings,
-            shape=shape,
-            tied=shape.tied_embeddings and "lm_head.weight" not in source,
-            device=self._device,
-            dtype=dtype,
-            kernel=attention.choose_kernel(
-                settings.attention,
-                self._device,
-                dtype,
-                (shape.heads, shape.kv_heads, shape.head_dim),
-            ),
-            one_token_kernels=self._ops.name == "triton",
-            context_tokens=context_tokens(settings, shape.max_positions),
-        )
-        if blueprint.geometry is not None:
-            blueprint.geometry.check()
-        return blueprint
 
     def _check_plan(self) -> None:
         """Print the memory plan, and refuse one that does not fit."""
@@ -277,6 +254,7 @@ class Engine:
                 settings.offload.slots_key: settings.offload.num_gpu_blocks,
                 "kvcache_block_size": settings.offload.block_tokens(self._context_tokens),
                 "prefix_cache": settings.offload.prefix_cache,
+                "prefix_cache_tokens": settings.offload.prefix_cache_tokens or 0,
             }
         return in_force | {
             "weight_bytes": self._decoder.weight_bytes,
@@ -362,6 +340,7 @@ class Engine:
             bytes_down=self._streams.copied_bytes["down"] - copied_before["down"],
             peak_device_bytes=self._peak_device_bytes(),
             kernel=self._blueprint.kernel.name,
+            reused_tokens=answer.reused_tokens,
             copy_hidden_share=None if timeline is None else timeline.copy_hidden_share(),
         )
 
@@ -370,9 +349,10 @@ class Engine:
         total = len(request.prompt_token_ids) + request.max_new_tokens
         cache = self._cache_for(total)
         self._cancelled.check(request.request_id)
-        sequence = cache.admit(request.request_id, total)
+        sequence = cache.admit(request.request_id, total, request.prompt_token_ids)
+        answer.reused_tokens = sequence.reused
         try:
-            self._begin_record(request)
+            self._begin_record(request, sequence)
             logits = self._prefill(cache, sequence, request)
             while True:
                 row = self._logits.fetch(logits)
@@ -382,6 +362,7 @@ class Engine:
                     logits = self._one_token(cache, sequence, token, following)
                 # The row is looked through while the device computes the next.
                 answer.trace(row)
+                sequence.prefilled = True
                 if answer.finish_reason is not None:
                     return answer
         finally:
@@ -403,11 +384,11 @@ class Engine:
         }
 
     def _prefill(self, cache: KVCache, sequence: Sequence, request: Request) -> torch.Tensor:
-        """Run the prompt chunk by chunk; return the logits after its last token."""
+        """Run what is left of the prompt by chunks; return the logits after its last token."""
         prompt = request.prompt_token_ids
         chunk = self._settings.chunk_tokens or len(prompt)
         logits = None
-        for start in range(0, len(prompt), chunk):
+        for start in range(sequence.length, len(prompt), chunk):
             stop = min(start + chunk, len(prompt))
             if stop < len(prompt):
                 size = min(chunk, len(prompt) - stop)
@@ -552,11 +533,12 @@ class Engine:
     def _watch(self, sequence: Sequence) -> Callable[[int], None]:
         return lambda _: self._cancelled.check(sequence.request_id)
 
-    def _begin_record(self, request: Request) -> None:
+    def _begin_record(self, request: Request, sequence: Sequence) -> None:
         if self._recorder is not None:
             settings = self.describe()
             self._recorder.begin(request.request_id, request.prompt_token_ids, settings)
-            self._steps_recorded = 0
+            # What is reused ends at a multiple of chunk_tokens.
+            self._steps_recorded = sequence.reused // (self._settings.chunk_tokens or 1)
 
     def _record_for(self, sequence: Sequence, rows: int, *, want_logits: bool) -> Record | None:
         """Return what writes a step's rows down, having written down what its positions give."""
@@ -636,6 +618,7 @@ class _Answer:
     digests: list[str] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    reused_tokens: int = 0
     started_at: float = field(default_factory=time.perf_counter)
     first_token_at: float = 0.0
     done_at: float = 0.0
@@ -678,12 +661,6 @@ def _recorder(settings: Settings) -> CheckpointWriter | None:
 
 def _timeline(settings: Settings, device: torch.device) -> Timeline | None:
     return None if settings.timeline is None else Timeline(Path(settings.timeline), device)
-
-
-def _source(
-    folder: Path, weights: Mapping[str, torch.Tensor] | None
-) -> AbstractContextManager[WeightSource]:
-    return Checkpoint(folder) if weights is None else nullcontext(StateDict(weights))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

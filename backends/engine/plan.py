@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from backends.base import ConfigurationError
-from backends.engine.attention import Kernel
+from backends.engine.attention import Kernel, choose_kernel
 from backends.engine.cache.base import KVLayout
 from backends.engine.cache.offload import OffloadGeometry
 from backends.engine.cache.resident import resident_buffers
-from backends.engine.memory import Alternative, Buffer, MemoryPlan, context_allowance
+from backends.engine.memory import (
+    Alternative,
+    Buffer,
+    MemoryPlan,
+    check,
+    context_allowance,
+    read_limits,
+)
 from backends.engine.model import weight_buffers
-from backends.engine.ops import SPLIT_TOKENS, splits_for
-from backends.engine.settings import MIN_SLOTS, Settings
-from backends.engine.shape import ModelShape
+from backends.engine.ops import SPLIT_TOKENS, Ops, make_ops, splits_for
+from backends.engine.settings import MIN_SLOTS, Settings, resolve_device, resolve_dtype
+from backends.engine.shape import ModelShape, find_model, read_shape
+from backends.engine.weights import Checkpoint, StateDict, WeightSource
 from backends.engine.workspace import StepSize, workspace_buffers
 
 
@@ -82,6 +92,8 @@ class Blueprint:
             chunk_tokens=self.chunk_tokens,
             attend_tokens=self.attend_tokens,
             split_tokens=SPLIT_TOKENS if self.decodes_by_splits else 1,
+            prefix_cache=offload.prefix_cache,
+            prefix_cache_tokens=offload.prefix_cache_tokens or 0,
         )
 
     @property
@@ -147,6 +159,13 @@ class Blueprint:
         """Yield the settings that can be lowered, the least painful first."""
         offload = self.settings.offload
         if self.geometry is not None and offload is not None:
+            if offload.prefix_cache_tokens is not None:
+                yield Alternative(
+                    "backend.prefix_cache_tokens",
+                    offload.prefix_cache_tokens,
+                    self._planner(self._with_prefixes),
+                    range(1, offload.prefix_cache_tokens),
+                )
             least = max(MIN_SLOTS, self.geometry.span_blocks)
             yield Alternative(
                 f"backend.{offload.slots_key}",
@@ -170,6 +189,12 @@ class Blueprint:
 
     def _planner(self, change: Callable[[int], Blueprint]) -> Callable[[int], MemoryPlan]:
         return lambda value: change(value).plan()
+
+    def _with_prefixes(self, tokens: int) -> Blueprint:
+        if self.settings.offload is None:
+            raise AssertionError("a prefix cache without an offload cache")
+        offload = replace(self.settings.offload, prefix_cache_tokens=tokens)
+        return replace(self, settings=replace(self.settings, offload=offload))
 
     def _with_slots(self, slots: int) -> Blueprint:
         if self.settings.offload is None:
@@ -201,3 +226,60 @@ def context_tokens(settings: Settings, max_positions: int) -> int:
             f"{max_positions}."
         )
     return context
+
+
+def draw(
+    settings: Settings, device: torch.device, shape: ModelShape, source: WeightSource, ops: Ops
+) -> Blueprint:
+    """Decide every buffer of an engine; nothing is allocated.
+
+    Args:
+        settings: as asked for.
+        device: in force.
+        shape: of the model.
+        source: its tensors, none of which is read.
+        ops: what steps of one token go through.
+
+    Raises:
+        ConfigurationError: a setting does not suit the model or the device.
+    """
+    dtype = resolve_dtype(settings.dtype, device)
+    blueprint = Blueprint(
+        settings=settings,
+        shape=shape,
+        tied=shape.tied_embeddings and "lm_head.weight" not in source,
+        device=device,
+        dtype=dtype,
+        kernel=choose_kernel(
+            settings.attention, device, dtype, (shape.heads, shape.kv_heads, shape.head_dim)
+        ),
+        one_token_kernels=ops.name == "triton",
+        context_tokens=context_tokens(settings, shape.max_positions),
+    )
+    if blueprint.geometry is not None:
+        blueprint.geometry.check()
+    return blueprint
+
+
+def memory_plan(settings: Settings, weights: Mapping[str, torch.Tensor] | None = None) -> list[str]:
+    """Return the lines of an engine's memory plan, with the machine's limits; allocate nothing.
+
+    Raises:
+        ConfigurationError: a setting cannot be honoured, or the plan does not fit.
+    """
+    device = resolve_device(settings.device)
+    folder = find_model(settings.model_path)
+    shape = read_shape(folder)
+    ops = make_ops(device, resolve_dtype(settings.dtype, device))
+    with weight_source(folder, weights) as source:
+        blueprint = draw(settings, device, shape, source, ops)
+    plan = blueprint.plan()
+    limits = read_limits(device, settings.device_memory_gb, settings.host_memory_gb)
+    return [*plan.lines(limits), *check(plan, limits, blueprint.alternatives())]
+
+
+def weight_source(
+    folder: Path, weights: Mapping[str, torch.Tensor] | None
+) -> AbstractContextManager[WeightSource]:
+    """Return the tensors that a model is made of: those given, else the folder's files."""
+    return Checkpoint(folder) if weights is None else nullcontext(StateDict(weights))
