@@ -78,6 +78,8 @@ class Generation:
         peak_device_bytes: peak device memory; on a CPU the cache's own device-side buffers.
         kernel: the attention kernel that ran.
         density: share of the causal key blocks computed, for sparse prefill.
+        reused_tokens: prompt tokens whose keys and values were kept from an earlier request, and
+            not computed again.
         copy_hidden_share: of the time that KV copies took on the device, the share during which a
             kernel ran, too; known where the request was traced.
     """
@@ -95,6 +97,7 @@ class Generation:
     peak_device_bytes: int | None = None
     kernel: str | None = None
     density: float | None = None
+    reused_tokens: int | None = None
     copy_hidden_share: float | None = None
 
 

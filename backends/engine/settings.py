@@ -22,6 +22,7 @@ class OffloadSettings:
 
     Attributes:
         kvcache_block_size: None is the whole context.
+        prefix_cache_tokens: None is none beyond one context.
         slots_key: what the user calls the number of slots.
     """
 
@@ -30,6 +31,7 @@ class OffloadSettings:
     num_gpu_blocks: int
     kvcache_block_size: int | None
     prefix_cache: bool = False
+    prefix_cache_tokens: int | None = None
     slots_key: str = "num_gpu_blocks"
 
     def __post_init__(self) -> None:
@@ -41,7 +43,7 @@ class OffloadSettings:
         if self.kvcache_block_size is not None:
             require_count("backend.kvcache_block_size", self.kvcache_block_size)
         require_count(f"backend.{self.slots_key}", self.num_gpu_blocks)
-        require_flag("backend.prefix_cache", self.prefix_cache)
+        self._check_prefix_cache()
         if self.num_gpu_blocks < MIN_SLOTS:
             raise ConfigurationError(
                 f"backend.{self.slots_key}={self.num_gpu_blocks} is below {MIN_SLOTS}: one slot "
@@ -54,6 +56,21 @@ class OffloadSettings:
                 raise ConfigurationError(
                     f"backend.resident_tokens={self.resident_tokens} has no effect with "
                     f"backend.offload={self.mode}: set it to auto, or leave resident_tokens null."
+                )
+
+    def _check_prefix_cache(self) -> None:
+        require_flag("backend.prefix_cache", self.prefix_cache)
+        if self.prefix_cache and self.mode == "never":
+            raise ConfigurationError(
+                "backend.prefix_cache=true has no effect with backend.offload=never: what is kept "
+                "lies in CPU memory. Set offload to always or auto."
+            )
+        if self.prefix_cache_tokens is not None:
+            require_count("backend.prefix_cache_tokens", self.prefix_cache_tokens)
+            if not self.prefix_cache:
+                raise ConfigurationError(
+                    f"backend.prefix_cache_tokens={self.prefix_cache_tokens} has no effect with "
+                    "backend.prefix_cache=false: set it to true, or leave prefix_cache_tokens null."
                 )
 
     def block_tokens(self, context_tokens: int) -> int:

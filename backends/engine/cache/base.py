@@ -50,12 +50,19 @@ class Sequence:
         length: tokens whose keys and values the cache holds in all layers.
         block_table: CPU blocks in the order of positions, where there are any.
         downloaded: of `length`, how many tokens are in those blocks.
+        prompt: token ids of the prompt, empty where nobody needs to know them.
+        reused: tokens at the beginning whose blocks an earlier request wrote: only read from.
+        prefilled: whether the prompt's keys and values were all computed, and led to finite
+            logits, so that a later request may reuse them.
     """
 
     request_id: int
     length: int = 0
     block_table: list[int] = field(default_factory=list)
     downloaded: int = 0
+    prompt: tuple[int, ...] = ()
+    reused: int = 0
+    prefilled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +166,14 @@ class OneStep(Protocol):
 class KVCache(Protocol):
     """Holds one request at a time in buffers allocated once."""
 
-    def admit(self, request_id: int, tokens: int) -> Sequence:
+    def admit(self, request_id: int, tokens: int, prompt: tuple[int, ...] = ()) -> Sequence:
         """Make room for a request of `tokens` tokens in all.
+
+        Args:
+            request_id: the request's counter.
+            tokens: of prompt and answer.
+            prompt: token ids that it begins with. The sequence may come with the keys and values
+                of some of them, `Sequence.length`; at least one is left to compute.
 
         Raises:
             OutOfMemory: there is not enough room.

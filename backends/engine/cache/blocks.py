@@ -17,10 +17,12 @@ class BlockPool:
     Attributes:
         evict: asked to free so many idle blocks when too few are free. It drops what it kept
             by `drop`. None while nothing is kept.
+        on_free: told of blocks that have become free, before anybody can take them.
     """
 
     def __init__(self, blocks: int) -> None:
         self.evict: Callable[[int], object] | None = None
+        self.on_free: Callable[[Sequence[int]], object] | None = None
         self._blocks = blocks
         self._free = deque(range(blocks))
         self._references: dict[int, int] = {}
@@ -91,7 +93,7 @@ class BlockPool:
                 del self._references[block]
                 if block not in self._kept:
                     freed.append(block)
-        self._free.extend(freed)
+        self._set_free(freed)
         return freed
 
     def keep(self, block: int) -> None:
@@ -114,4 +116,9 @@ class BlockPool:
             raise ValueError(f"block {block} is not kept")
         self._kept.remove(block)
         if block not in self._references:
-            self._free.append(block)
+            self._set_free([block])
+
+    def _set_free(self, blocks: Sequence[int]) -> None:
+        if self.on_free is not None:
+            self.on_free(blocks)
+        self._free.extend(blocks)

@@ -9,6 +9,10 @@ on the device that is copied down when full.
 Slots that streaming does not need keep blocks for as long as the request lives, the first block of
 every layer first, so that the copying is spread evenly over the layers.
 
+With a prefix cache, the blocks of a prompt stay when its request is over. A later prompt that
+begins alike finds them at the head of its block table and reads them like its own; it never writes
+them. They are registered when the request is released: until then a download may be under way.
+
 A span that lies in one slot, or in the tail, is read in place. Any other is gathered in a
 scratch buffer. Either way the attention kernel sees the same rows with the same strides.
 """
@@ -16,15 +20,22 @@ scratch buffer. Either way the attention kernel sees the same rows with the same
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 
 import torch
 
-from backends.base import ConfigurationError
+from backends.base import ConfigurationError, OutOfMemory
 from backends.engine.cache.base import KVLayout, KVSpan, Scalars, Sequence, StepPlan, poison
 from backends.engine.cache.blocks import BlockPool
+from backends.engine.cache.prefix import (
+    HashFunction,
+    PrefixIndex,
+    hash_block,
+    registrable_tokens,
+    reusable_tokens,
+)
 from backends.engine.cache.ring import SlotRing
 from backends.engine.memory import Buffer
 from backends.engine.model import Room
@@ -58,6 +69,8 @@ class OffloadGeometry:
         chunk_tokens: the largest step, at most the context.
         attend_tokens: the largest span, at most the context.
         split_tokens: a multiple of which each piece of a one-token step starts at.
+        prefix_cache: whether a later request may reuse the blocks of a prompt.
+        prefix_cache_tokens: tokens kept for that beyond one context.
     """
 
     context_tokens: int
@@ -66,11 +79,14 @@ class OffloadGeometry:
     chunk_tokens: int
     attend_tokens: int
     split_tokens: int = 1
+    prefix_cache: bool = False
+    prefix_cache_tokens: int = 0
 
     @property
     def blocks(self) -> int:
-        """CPU blocks of each layer."""
-        return ceil(self.context_tokens / self.block_tokens)
+        """CPU blocks of each layer: a context, and what is kept beyond it."""
+        sizes = (self.context_tokens, self.prefix_cache_tokens)
+        return sum(ceil(tokens / self.block_tokens) for tokens in sizes)
 
     @property
     def tail_tokens(self) -> int:
@@ -106,6 +122,19 @@ class OffloadGeometry:
                 f"set attend_tokens to at most {self.slots * self.block_tokens}, or "
                 f"num_gpu_blocks to {self.span_blocks} or more."
             )
+        longest_prompt = self.context_tokens - 1
+        if self.prefix_cache and not self._reusable(longest_prompt):
+            raise ConfigurationError(
+                f"backend.prefix_cache=true has no effect: what is reused ends at multiples of "
+                f"backend.kvcache_block_size={self.block_tokens} and of backend.chunk_tokens="
+                f"{self.chunk_tokens}, and the first common one, "
+                f"{lcm(self.block_tokens, self.chunk_tokens)}, is not below backend.max_model_len="
+                f"{self.context_tokens} less one: lower one of the two, or set prefix_cache to "
+                "false."
+            )
+
+    def _reusable(self, prompt_tokens: int) -> int:
+        return reusable_tokens(prompt_tokens, self.block_tokens, self.chunk_tokens)
 
     def buffers(self, layout: KVLayout) -> tuple[Buffer, ...]:
         """Declare all buffers. The axis of two: keys, values."""
@@ -162,6 +191,7 @@ class OffloadCache:
         tensors: of `OffloadGeometry.buffers`.
         streams: to copy with.
         poisoned: fill what is freed or unwritten with NaN.
+        hash_function: of the prefix cache, if there is one.
     """
 
     def __init__(
@@ -172,6 +202,7 @@ class OffloadCache:
         streams: CopyStreams,
         *,
         poisoned: bool,
+        hash_function: HashFunction = hash_block,
     ) -> None:
         self.layout = layout
         self.geometry = geometry
@@ -180,6 +211,14 @@ class OffloadCache:
         self.tail_tokens = geometry.tail_tokens
         self.poisoned = poisoned
         self.pool = BlockPool(geometry.blocks)
+        self.prefixes: PrefixIndex | None = None
+        if geometry.prefix_cache:
+            self.prefixes = PrefixIndex(
+                self.pool,
+                geometry.block_tokens,
+                geometry.chunk_tokens,
+                hash_function=hash_function,
+            )
         self.blocks = [tensors[host_name(layer)] for layer in range(layout.layers)]
         self.slots = tensors["ring"]
         self.stages = self.slots if geometry.stages_are_slots else tensors["stages"]
@@ -187,6 +226,7 @@ class OffloadCache:
         self.scratch = tensors.get("scratch")
         self._forget()
         if poisoned:
+            self.pool.on_free = self._poison_blocks
             poison(*self.blocks, *self.device_buffers().values())
         streams.drain()
 
@@ -204,11 +244,41 @@ class OffloadCache:
         self.tail_downloaded: list[Event | None] = [None] * layers
         self.layer_downloaded: list[Event | None] = [None] * layers
 
-    def admit(self, request_id: int, tokens: int) -> Sequence:
-        """Take blocks for the whole request; see `KVCache.admit`."""
-        table = self.pool.take(ceil(tokens / self.block_tokens))
+    def admit(self, request_id: int, tokens: int, prompt: tuple[int, ...] = ()) -> Sequence:
+        """Take blocks for the whole request, known ones first; see `KVCache.admit`."""
+        shared = self._share(prompt)
+        try:
+            own = self.pool.take(ceil(tokens / self.block_tokens) - len(shared))
+        except OutOfMemory:
+            self.pool.give_back(shared)
+            raise
+        table, reused = shared + own, len(shared) * self.block_tokens
         self._share_out_slots(len(table))
-        return Sequence(request_id, block_table=table)
+        return Sequence(request_id, reused, table, reused, prompt, reused)
+
+    def _share(self, prompt: tuple[int, ...]) -> list[int]:
+        """Take a reference to each block of the longest known beginning, and return them."""
+        if self.prefixes is None:
+            return []
+        geometry = self.geometry
+        limit = reusable_tokens(len(prompt), geometry.block_tokens, geometry.chunk_tokens)
+        shared = self.prefixes.match(prompt, limit)
+        self.pool.share(shared)
+        return shared
+
+    def _register(self, sequence: Sequence) -> None:
+        """Make the prompt's blocks known; all that was copied down has arrived."""
+        if self.prefixes is None or not sequence.prefilled:
+            return
+        geometry = self.geometry
+        held = min(len(sequence.prompt), sequence.downloaded)
+        tokens = registrable_tokens(held, geometry.block_tokens, geometry.chunk_tokens)
+        self.prefixes.register(sequence.prompt, sequence.block_table, tokens)
+
+    def _poison_blocks(self, blocks: Iterable[int]) -> None:
+        for layer_blocks in self.blocks:
+            for block in blocks:
+                poison(layer_blocks[block])
 
     def _share_out_slots(self, blocks: int) -> None:
         """Decide which blocks of a request stay in slots, and which slots stream the others."""
@@ -250,14 +320,13 @@ class OffloadCache:
         self.streams.drain()
         self._forget()
         if self.poisoned:
-            for layer_blocks in self.blocks:
-                for block in sequence.block_table:
-                    poison(layer_blocks[block])
             poison(*self.device_buffers().values())
             self.streams.drain()
+        self._register(sequence)
         self.pool.give_back(sequence.block_table)
-        sequence.block_table = []
-        sequence.length = sequence.downloaded = 0
+        sequence.block_table, sequence.prompt = [], ()
+        sequence.length = sequence.downloaded = sequence.reused = 0
+        sequence.prefilled = False
 
     def device_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the buffers on the device by name."""
@@ -283,7 +352,12 @@ class OffloadCache:
             start: position of the first row.
             rows: keys and values; those past `count` are not touched.
             count: rows to copy.
+
+        Raises:
+            AssertionError: they belong in blocks that another request may read, too.
         """
+        if start < sequence.reused:
+            raise AssertionError(f"rows from {start} on, but {sequence.reused} tokens are shared")
         pieces = []
         done = 0
         while done < count:

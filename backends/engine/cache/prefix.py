@@ -26,7 +26,8 @@ How a request goes, for the caller
     Match and `share` first: `take` may evict what nobody has shared yet. If it raises OutOfMemory,
     give the shared blocks back. Write to taken blocks only. Register when the rows are in the
     blocks (not in a tail or under way) and known to be good; give every block back at the end.
-    A request that is cancelled, or fails, gives back what it holds and registers nothing.
+    A request that is cancelled, or fails, before its prompt is computed gives back what it holds
+    and registers nothing.
 
 Plain integers: no tensor is touched here.
 """

@@ -38,8 +38,8 @@ class ResidentCache:
         if poisoned:
             poison(self._keys, self._values)
 
-    def admit(self, request_id: int, tokens: int) -> Sequence:
-        """Make room; see `KVCache.admit`."""
+    def admit(self, request_id: int, tokens: int, prompt: tuple[int, ...] = ()) -> Sequence:
+        """Make room; see `KVCache.admit`. Nothing of a prompt is held already."""
         capacity = self._keys.shape[1]
         if tokens > capacity:
             raise OutOfMemory(
