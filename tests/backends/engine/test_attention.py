@@ -7,7 +7,8 @@ import torch
 
 from backends.base import ConfigurationError
 from backends.engine import attention
-from backends.engine.attention import AUTO_ORDER, KERNELS, Attended, choose_kernel, merge
+from backends.engine.attention import AUTO_ORDER, KERNELS, Attended, choose_kernel
+from backends.engine.ops import TorchOps
 
 CPU = torch.device("cpu")
 CPU_KERNELS = [name for name, kernel in KERNELS.items() if "cpu" in kernel.devices]
@@ -98,6 +99,13 @@ def test_causal_needs_as_many_queries_as_keys():
         attention.attention(*tensors(3, 5), causal=True, kernel=KERNELS["math"])
 
 
+def merge(first, second):
+    """Merge two parts as a step does: into a float32 copy of the first."""
+    merged = Attended(first.output.float(), first.log_sum_exp.clone())
+    TorchOps().merge_into(*merged, *second)
+    return merged
+
+
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize("cuts", [(5,), (1, 2, 30), (8, 16, 24, 32)])
 def test_merged_pieces_are_the_whole(cuts, scale):
@@ -140,7 +148,22 @@ def test_merge_passes_nan_on():
 
 def test_auto_takes_the_first_that_runs():
     assert choose_kernel("auto", CPU, torch.float32, (4, 2, 16)).name == "flash_cpu"
-    assert set(AUTO_ORDER) == set(KERNELS)
+    assert choose_kernel("auto", CPU, torch.bfloat16, (4, 2, 16)).name == "flash_cpu"
+    assert {name for order in AUTO_ORDER.values() for name in order} == set(KERNELS)
+    for place, order in AUTO_ORDER.items():
+        device = "cpu" if place == "cpu" else "cuda"
+        assert all(device in KERNELS[name].devices for name in order)
+        assert order[-1] == "math"  # which every dtype and head size allows
+
+
+def test_auto_goes_on_to_the_next_where_a_trial_fails(monkeypatch):
+    def broken(of):
+        raise RuntimeError("no such head size")
+
+    monkeypatch.setitem(KERNELS, "flash_cpu", kernel("flash_cpu", broken))
+    assert choose_kernel("auto", CPU, torch.float32, (4, 2, 16)).name == "math"
+    with pytest.raises(ConfigurationError, match="flash_cpu: no such head size"):
+        choose_kernel("flash_cpu", CPU, torch.float32, (4, 2, 16))
 
 
 def test_an_unknown_kernel_names_the_nearest():
@@ -153,21 +176,98 @@ def test_a_kernel_of_another_device_is_refused_with_the_reason():
         choose_kernel("cudnn", CPU, torch.float32, (4, 2, 16))
 
 
+def kernel(name, run, dtypes=(torch.float32,), **settings):
+    return attention.Kernel(name, run, ("cpu",), dtypes, **settings)
+
+
 def test_a_kernel_that_computes_something_else_is_refused(monkeypatch):
-    wrong = attention.Kernel(
-        "math",
-        lambda q, k, v, causal, scale: attention._math(q, k, v, causal, scale * 1.1),
-        ("cpu",),
-        (torch.float32,),
-    )
+    wrong = kernel("math", lambda of: attention._math(of._replace(scale=of.scale * 1.1)))
     monkeypatch.setitem(KERNELS, "math", wrong)
     with pytest.raises(ConfigurationError, match=r"math: a trial of .* gives a wrong result"):
         choose_kernel("math", CPU, torch.float32, (4, 2, 16))
 
 
+def test_a_kernel_that_leaves_its_output_elsewhere_is_refused(monkeypatch):
+    monkeypatch.setitem(KERNELS, "math", kernel("math", attention._math, writes_out=True))
+    with pytest.raises(ConfigurationError, match=r"math: a trial of .* gives a wrong result"):
+        choose_kernel("math", CPU, torch.float32, (4, 2, 16))
+
+
 def test_a_dtype_that_a_kernel_lacks_is_refused(monkeypatch):
-    monkeypatch.setitem(
-        KERNELS, "math", attention.Kernel("math", attention._math, ("cpu",), (torch.bfloat16,))
-    )
+    monkeypatch.setitem(KERNELS, "math", kernel("math", attention._math, (torch.bfloat16,)))
     with pytest.raises(ConfigurationError, match="it takes bfloat16 only"):
         choose_kernel("math", CPU, torch.float32, (4, 2, 16))
+
+
+# What a GPU would be told. Only the reasons are asked for, so none is needed.
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Say that there is a GPU of this compute capability."""
+
+    def there_is(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return torch.device("cuda")
+
+    return there_is
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("fa3", "fa3_fwd_interface", "fa3"), ("flash_attn", "flash_attn", "flash")],
+)
+def test_a_kernel_that_is_not_installed_names_the_command(name, package, extra, gpu, monkeypatch):
+    find_spec = attention.importlib.util.find_spec
+    monkeypatch.setattr(
+        attention.importlib.util,
+        "find_spec",
+        lambda asked: None if asked == package else find_spec(asked),
+    )
+    with pytest.raises(ConfigurationError, match="its package is not installed") as error:
+        choose_kernel(name, gpu((9, 0)), torch.bfloat16, (32, 8, 128))
+    assert f'{name}: its package is not installed; pip install "ruler_bench[{extra}]"' in str(
+        error.value
+    )
+    assert "Use backend.attention=auto" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_package_that_cannot_be_imported_gives_the_reason(gpu, monkeypatch):
+    def broken(name):
+        raise ImportError("undefined symbol: c10\nand more")
+
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "_package", broken)
+    wanted = r"cannot be imported \(undefined symbol: c10\); pip install .*installs it anew"
+    with pytest.raises(ConfigurationError, match=wanted) as error:
+        choose_kernel("fa3", gpu((9, 0)), torch.bfloat16, (32, 8, 128))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "message"),
+    [
+        ("fa3", (8, 0), torch.bfloat16, "capability 9.0 or more and below 10.0, this one has 8.0"),
+        ("fa3", (10, 0), torch.bfloat16, "below 10.0, this one has 10.0"),
+        ("fa3", (9, 0), torch.float16, "fa3: it takes bfloat16 only"),
+        ("cudnn", (7, 5), torch.float16, "capability 8.0 or more, this one has 7.5"),
+        ("flash", (9, 0), torch.float32, "flash: it takes bfloat16, float16 only"),
+    ],
+)
+def test_a_gpu_or_dtype_that_a_kernel_lacks(name, capability, dtype, message, gpu):
+    with pytest.raises(ConfigurationError) as error:
+        choose_kernel(name, gpu(capability), dtype, (32, 8, 128))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "order"), [((9, 0), "hopper"), ((8, 6), "cuda"), ((10, 0), "cuda")]
+)
+def test_auto_goes_by_the_gpu(capability, order, gpu, monkeypatch):
+    tried = []
+    monkeypatch.setattr(attention, "_refusal", lambda kernel, *_: tried.append(kernel.name) or "no")
+    with pytest.raises(ConfigurationError):
+        choose_kernel("auto", gpu(capability), torch.bfloat16, (32, 8, 128))
+    assert tuple(tried) == AUTO_ORDER[order]

@@ -15,7 +15,7 @@ from backends.base import (
 )
 from backends.engine import Engine, gpu_only, offload
 from backends.engine import engine as engine_module
-from backends.engine.cache.offload import OffloadStep
+from backends.engine.cache.offload import OffloadCache, OffloadStep
 from backends.engine.streams import DeferredStreams
 
 SETTINGS = {
@@ -41,7 +41,7 @@ def test_an_answer_is_complete(engine, ask, monkeypatch):
     rows = []
     trace = engine_module.trace_logits
     monkeypatch.setattr(
-        engine_module, "trace_logits", lambda logits: rows.append(logits) or trace(logits)
+        engine_module, "trace_logits", lambda row: rows.append(row.clone()) or trace(row)
     )
     answer = ask(engine, 100, 5)
     assert len(answer.token_ids) == len(answer.logits_digest) == len(answer.top2_margin) == 5
@@ -113,15 +113,15 @@ def test_requests_that_make_no_sense(tokens, new_tokens, message, engine, ask):
 )
 def test_out_of_memory_leaves_the_engine_usable(error, layer, engine, ask, monkeypatch):
     wanted = ask(engine, 90, 4)
-    append = OffloadStep.append
+    room = OffloadStep.room
 
-    def fail(step, at, keys, values):
+    def fail(step, at):
         if at == layer and step._sequence.length > 40:
             raise error
-        return append(step, at, keys, values)
+        return room(step, at)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OffloadStep, "append", fail)
+        patch.setattr(OffloadStep, "room", fail)
         for request_id in (1, 2, 3):
             with pytest.raises(OutOfMemory, match=f"request {request_id}: out of memory") as info:
                 ask(engine, 90, 4, request_id=request_id)
@@ -132,8 +132,12 @@ def test_out_of_memory_leaves_the_engine_usable(error, layer, engine, ask, monke
 
 def test_other_errors_release_the_request_too(engine, ask, monkeypatch):
     wanted = ask(engine, 90, 4)
+
+    def interrupted(step, following=None):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(OffloadStep, "finish", lambda step: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(OffloadStep, "finish", interrupted)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 ask(engine, 90, 4)
@@ -144,10 +148,12 @@ def test_nan_logits_are_an_error_of_the_request(tiny, ask):
     engine = gpu_only(model_path=str(tiny), max_model_len=128)
     wanted = ask(engine, 20, 3)
     norm = engine._decoder._norm.clone()
-    engine._decoder._norm[3] = float("nan")
+    with torch.inference_mode():
+        engine._decoder._norm[3] = float("nan")
     with pytest.raises(NonFiniteLogits, match=r"request 4: NaN or infinity in .* new token 0"):
         ask(engine, 20, 3, request_id=4)
-    engine._decoder._norm.copy_(norm)
+    with torch.inference_mode():
+        engine._decoder._norm.copy_(norm)
     assert ask(engine, 20, 3).logits_digest == wanted.logits_digest
 
 
@@ -186,7 +192,7 @@ def no_wait_for_the_download_before_the_load(monkeypatch, engine):
 
 
 def no_wait_for_stage_and_tail(monkeypatch, engine):
-    monkeypatch.setattr(OffloadStep, "_await", lambda step, events, index: None)
+    monkeypatch.setattr(OffloadCache, "await_room", lambda cache, events, index: None)
 
 
 @pytest.mark.parametrize("poison", [True, False])
@@ -353,8 +359,8 @@ def test_the_presets_list_every_setting(name, build, tiny, ask):
 
     preset = read_preset(name)
     assert preset.pop("_target_") == f"backends.engine.{name}"
-    harness_only = {"model_path", "device", "threads"}
-    assert set(preset) == set(inspect.signature(build).parameters) - harness_only
+    not_in_files = {"model_path", "device", "threads", "weights"}
+    assert set(preset) == set(inspect.signature(build).parameters) - not_in_files
     preset["max_model_len"] = 512
     described = build(model_path=str(tiny), **preset).describe()
     assert described["chunk_tokens"] == 1024
