@@ -61,7 +61,8 @@ def test_no_schedule_loads_too_early_or_reads_too_early(slots, data):
     in_ring = deque()
     for _ in range(data.draw(st.integers(1, 60), label="actions")):
         action = data.draw(
-            st.sampled_from(["load", "read", "release", "copy", "compute"]), label="action"
+            st.sampled_from(["load", "read", "release", "abandon", "copy", "compute"]),
+            label="action",
         )
         if action == "load" and ring.has_room:
             grant = ring.start()
@@ -74,6 +75,11 @@ def test_no_schedule_loads_too_early_or_reads_too_early(slots, data):
             load = in_ring.popleft()
             ring.release(load)
             device.mark_read(load)
+        elif action == "abandon":
+            # As its user does: what comes next waits for all that was asked for so far.
+            ring.abandon()
+            while in_ring:
+                device.mark_read(in_ring.popleft())
         elif action in device.queues:
             device.advance(action)
         assert len(in_ring) <= slots
@@ -128,3 +134,11 @@ def test_abandoned_loads_leave_their_slots():
     ring.start()
     ring.abandon()
     assert ring.start() == (2, 0, 0)
+
+
+def test_a_ring_without_slots_has_no_room():
+    ring = SlotRing(0)
+    assert not ring.has_room
+    ring.abandon()
+    with pytest.raises(RuntimeError, match="every slot of the ring is in use"):
+        ring.start()
