@@ -32,8 +32,8 @@ class Ops(Protocol):
     Tensors are bfloat16, float16 or float32 where nothing else is said, and the last dimension is
     contiguous. The heads of a row lie one after the other; rows may have any stride.
     Single integers that lie on the device (`start`, `row`, `stop`, `tail_start`) are int64 [1].
-    Triton's implementation never waits for the device, so that all of it can be captured in a
-    graph.
+    Triton's implementation allocates nothing and never waits for the device, so that all of it can
+    be captured in a graph.
     """
 
     @property
@@ -186,7 +186,7 @@ class Ops(Protocol):
         positions s * SPLIT_TOKENS and on and fills row s of the partial results. Its bits depend
         on its keys alone, wherever they lie; so every span but the sequence's last must be whole
         splits. Position p lies at tail_keys[p - tail_start] from `tail_start` on, and before at
-        keys[p - first]. Nothing else is read.
+        keys[p - first]. Nothing else is read; positions that the tensors do not hold are left out.
 
         Args:
             query: [heads, head_dim]; head h reads key head h // (heads / kv_heads).

@@ -87,7 +87,7 @@ class Sequence:
     """A query and its keys and values, and what comes of them."""
 
     def __init__(self, ops, randn, scalar, dtype, stop, heads, kv_heads, head_dim):
-        self._ops, self._scalar = ops, scalar
+        self.ops, self._scalar = ops, scalar
         self.stop, self.shape, self.dtype = stop, (heads, kv_heads, head_dim), dtype
         self.query = randn(heads, head_dim, dtype=dtype)
         self.keys, self.values = (
@@ -114,7 +114,7 @@ class Sequence:
                 self.lay(self.values, tail_start, self.stop, spare),
                 self._scalar(tail_start),
             )
-        self._ops.attend_splits(
+        self.ops.attend_splits(
             self.query,
             self.lay(self.keys, first, end, spare),
             self.lay(self.values, first, end, spare),
@@ -131,7 +131,7 @@ class Sequence:
         """Merge the splits."""
         heads, _, head_dim = self.shape
         out = torch.full((heads, head_dim), NAN, dtype=self.dtype)
-        self._ops.combine_splits(
+        self.ops.combine_splits(
             self.partial_output, self.partial_log_sum_exp, self._scalar(self.stop), out
         )
         return out
@@ -222,6 +222,21 @@ def test_a_span_ends_at_its_bound(sequence, near):
     assert case.partial_output[1:].isnan().all()
     case.attend(SPLIT_TOKENS, 2 * SPLIT_TOKENS + 9)
     case.check(near)
+
+
+@pytest.mark.parametrize("held", [200, SPLIT_TOKENS])
+def test_keys_beyond_the_tensors_are_not_read(held, sequence, near):
+    case = sequence(torch.float32, SPLIT_TOKENS + 44)
+    wanted, _ = attended(case.query, case.keys[:held], case.values[:held], case.scale)
+    keys, values = (
+        rows.index_fill(0, torch.arange(held, SPLIT_TOKENS + 44), NAN)[:held]
+        for rows in (case.keys, case.values)
+    )
+    case.ops.attend_splits(
+        case.query, keys, values, 0, torch.tensor([case.stop]), None, None, None, case.stop,
+        case.scale, case.partial_output, case.partial_log_sum_exp,
+    )  # fmt: skip
+    near(case.combine(), wanted, 4)
 
 
 def test_large_scores(sequence, near):

@@ -159,7 +159,7 @@ def test_project_one(outputs, inputs, add, kernels, data, near):
     weight /= inputs**0.5
     norm, residual = data(inputs, seed=3), data(1, outputs, seed=4)
     for factors, dtype in ((None, DTYPE), (norm, DTYPE), (norm, torch.float32)):
-        out = residual.to(dtype)
+        out = residual.to(dtype, copy=True)
 
         def run(out=out, factors=factors):
             kernels.project_one(row, weight, bias, out, norm=factors, epsilon=1e-5, add=add)
