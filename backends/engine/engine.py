@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from backends.base import (
 )
 from backends.digest import trace_logits
 from backends.engine import memory
-from backends.engine.cache.base import KVCache, Scalars, Sequence, StepPlan
+from backends.engine.cache.base import KVCache, OneStep, Scalars, Sequence, StepPlan
 from backends.engine.cache.offload import OffloadCache
 from backends.engine.cache.resident import ResidentCache
 from backends.engine.checkpoint import CheckpointWriter
-from backends.engine.graph import CapturedStep
+from backends.engine.graph import CapturedParts
 from backends.engine.model import Decoder
 from backends.engine.ops import make_ops
 from backends.engine.pinned import HostPool
@@ -134,7 +135,8 @@ class Engine:
             blueprint.kernel, self._ops, self._work, poisoned=settings.poison
         )
         self._logits = _HostLogits(blueprint.shape.vocabulary, self._device)
-        self._captured: CapturedStep | None = None
+        self._whole_step: CapturedParts | None = None
+        self._layer_parts: CapturedParts | None = None
         self._warm_up()
 
     def _allocate(self, buffers: tuple[memory.Buffer, ...]) -> dict[str, torch.Tensor]:
@@ -167,13 +169,22 @@ class Engine:
                 self._one(cache, sequence, 0, None)
             finally:
                 cache.release(sequence)
-        if self._resident is not None and self._captures:
-            self._captured = CapturedStep(self._resident_step(self._resident), self._device)
+        if self._captures:
+            self._capture()
         torch.cuda.synchronize(self._device)
+
+    def _capture(self) -> None:
+        """Capture steps of one token: whole where keys lie still, else what is between copies."""
+        self._scalars.position.zero_()
+        self._scalars.stop.fill_(1)
+        if self._resident is not None:
+            self._whole_step = CapturedParts([self._resident_step(self._resident)], self._device)
+        if self._offload is not None:
+            self._layer_parts = CapturedParts(self._parts_of_layers(self._offload), self._device)
 
     @property
     def _captures(self) -> bool:
-        """Whether steps of one token on the device are replayed from a graph."""
+        """Whether steps of one token are replayed from graphs."""
         return (
             self._blueprint.decodes_by_splits
             and not self._settings.poison
@@ -268,8 +279,8 @@ class Engine:
         }
 
     def _decode_name(self) -> str:
-        if self._captured is not None:
-            return "captured graph"
+        if self._whole_step is not None or self._layer_parts is not None:
+            return "captured graphs"
         return "kernels for one token" if self._blueprint.decodes_by_splits else "general kernels"
 
     def close(self) -> None:
@@ -282,7 +293,8 @@ class Engine:
 
     def _free(self) -> None:
         for name in (
-            "_captured",
+            "_whole_step",
+            "_layer_parts",
             "_resident",
             "_offload",
             "_attention",
@@ -487,9 +499,12 @@ class Engine:
         record = self._record_for(sequence, 1, want_logits=True)
         plan = self._step_plan(sequence.length, 1, last=True)
         step = cache.begin_one(sequence, plan, scalars)
-        if cache is self._resident and self._captured is not None:
+        if cache is self._resident and self._whole_step is not None:
             self._cancelled.check(sequence.request_id)
-            logits = self._captured()
+            self._whole_step.replay(0)
+            logits = self._work.logits[0]
+        elif self._layer_parts is not None:
+            logits = self._replay_layers(self._layer_parts, sequence, step)
         else:
             rooms = OneRow(
                 step,
@@ -510,12 +525,27 @@ class Engine:
         step.finish(following)
         return logits
 
-    def _resident_step(self, cache: ResidentCache) -> Callable[[], torch.Tensor]:
-        """Return one token's step in the resident cache, for a capture: it holds no request."""
+    def _replay_layers(
+        self, parts: CapturedParts, sequence: Sequence, step: OneStep
+    ) -> torch.Tensor:
+        """Run one token's step: the parts between copies from graphs, attention from slots."""
+        for layer in range(self._blueprint.shape.layers):
+            self._cancelled.check(sequence.request_id)
+            step.room(layer)  # waits until the tail is free
+            parts.replay(layer)
+            step.written(layer)
+            where = f"request {sequence.request_id}, layer {layer}"
+            query = self._decoder.query_of_one
+            self._attention.splits(query, layer, step, self._scalars, where)
+        parts.replay(self._blueprint.shape.layers)
+        return self._work.logits[0]
+
+    def _resident_step(self, cache: ResidentCache) -> Callable[[], None]:
+        """Return one token's whole step in the resident cache, for a capture."""
         scalars, blank = self._scalars, Sequence(-1)
         plan = self._step_plan(0, 1, last=True)
 
-        def run() -> torch.Tensor:
+        def run() -> None:
             rooms = OneRow(
                 cache.begin_one(blank, plan, scalars),
                 self._attention,
@@ -524,11 +554,25 @@ class Engine:
                 watch=lambda _: None,
                 record=None,
             )
-            return self._decoder.forward_one(scalars.token, scalars.position, rooms)
+            self._decoder.forward_one(scalars.token, scalars.position, rooms)
 
-        scalars.position.zero_()
-        scalars.stop.fill_(1)
         return run
+
+    def _parts_of_layers(self, cache: OffloadCache) -> list[Callable[[], None]]:
+        """Return the parts of one token's step before, between and after the layers' attention."""
+        scalars, decoder, layers = self._scalars, self._decoder, self._blueprint.shape.layers
+
+        def part(layer: int) -> None:
+            if layer == 0:
+                decoder.enter_one(scalars.token)
+            else:
+                decoder.mix_one(layer - 1, self._attention.combine(scalars))
+            if layer < layers:
+                decoder.project_one(layer, scalars.position, cache.tail_of_one(layer, scalars))
+            else:
+                decoder.logits_of_one()
+
+        return [partial(part, layer) for layer in range(layers + 1)]
 
     def _watch(self, sequence: Sequence) -> Callable[[int], None]:
         return lambda _: self._cancelled.check(sequence.request_id)

@@ -267,48 +267,78 @@ class Decoder:
     ) -> torch.Tensor:
         """Run one token, in kernels made for one row; see `forward`.
 
-        Nothing is read back from the device and nothing is allocated, so that a CUDA graph can
-        hold the step.
+        Nothing is read back from the device and nothing is allocated, so that CUDA graphs can
+        hold the parts of the step.
 
         Returns:
             The logits, float32 [vocabulary]. The next step overwrites them.
         """
-        work, ops, epsilon = self._work, self._ops, self.shape.norm_epsilon
-        hidden, gated = work.hidden[:1], work.gated[:1]
-        query, heads = work.query[:1], self.shape.heads + 2 * self.shape.kv_heads
-        torch.index_select(self._embedding, 0, token, out=hidden)
-        for index, layer in enumerate(self._layers):
-            joint = layer.query_key_value
-            projected = work.wide(1, joint.weight.shape[0])
-            ops.project_one(
-                hidden,
-                joint.weight,
-                joint.bias,
-                projected,
-                norm=layer.attention_norm,
-                epsilon=epsilon,
-                add=False,
-            )
-            room = rooms.room(index)
-            self._rotate(layer, projected.view(1, heads, -1), (position, 0), query=query, room=room)
+        self.enter_one(token)
+        for index in range(len(self._layers)):
+            self.project_one(index, position, rooms.room(index))
             rooms.written(index)
-            attended = rooms.attend(index, query)
-            self._add_one(layer.output, attended.flatten(1), hidden)
-            ops.gated_one(
-                hidden,
-                layer.gate_up.weight,
-                layer.gate_up.bias,
-                gated,
-                norm=layer.mlp_norm,
-                epsilon=epsilon,
-            )
-            self._add_one(layer.down, gated, hidden)
+            self.mix_one(index, rooms.attend(index, self.query_of_one))
             if observer is not None:
-                observer.layer_done(index, hidden)
-        ops.project_one(
-            hidden, self._head, None, work.logits, norm=self._norm, epsilon=epsilon, add=False
+                observer.layer_done(index, self._work.hidden[:1])
+        return self.logits_of_one()
+
+    @property
+    def query_of_one(self) -> torch.Tensor:
+        """The queries that `project_one` makes, [1, heads, head_dim]."""
+        return self._work.query[:1]
+
+    def enter_one(self, token: torch.Tensor) -> None:
+        """Begin a step of one token: look its embedding up."""
+        torch.index_select(self._embedding, 0, token, out=self._work.hidden[:1])
+
+    def project_one(self, index: int, position: torch.Tensor, room: Room) -> None:
+        """Compute a layer's query, and its key and value into their room."""
+        layer, heads = self._layers[index], self.shape.heads + 2 * self.shape.kv_heads
+        joint = layer.query_key_value
+        projected = self._work.wide(1, joint.weight.shape[0])
+        self._ops.project_one(
+            self._work.hidden[:1],
+            joint.weight,
+            joint.bias,
+            projected,
+            norm=layer.attention_norm,
+            epsilon=self.shape.norm_epsilon,
+            add=False,
         )
-        return work.logits[0]
+        self._rotate(
+            layer,
+            projected.view(1, heads, -1),
+            (position, 0),
+            query=self.query_of_one,
+            room=room,
+        )
+
+    def mix_one(self, index: int, attended: torch.Tensor) -> None:
+        """Add to the residual row what attention [1, heads, head_dim] and the MLP make of it."""
+        layer, hidden, gated = self._layers[index], self._work.hidden[:1], self._work.gated[:1]
+        self._add_one(layer.output, attended.flatten(1), hidden)
+        self._ops.gated_one(
+            hidden,
+            layer.gate_up.weight,
+            layer.gate_up.bias,
+            gated,
+            norm=layer.mlp_norm,
+            epsilon=self.shape.norm_epsilon,
+        )
+        self._add_one(layer.down, gated, hidden)
+
+    def logits_of_one(self) -> torch.Tensor:
+        """End a step of one token; return its logits, float32 [vocabulary]."""
+        self._ops.project_one(
+            self._work.hidden[:1],
+            self._head,
+            None,
+            self._work.logits,
+            norm=self._norm,
+            epsilon=self.shape.norm_epsilon,
+            add=False,
+        )
+        return self._work.logits[0]
 
     def rotation_of(self, start: torch.Tensor, rows: int) -> torch.Tensor:
         """Return what the rotary embedding makes of ones at `rows` positions, [rows, head_dim].

@@ -71,10 +71,10 @@ class Attention:
         out = self._work.attended[: query.shape[0]]
         return out.copy_(self._merged(query.shape[0]).output)
 
-    def one(
+    def splits(
         self, query: torch.Tensor, layer: int, step: OneStep, scalars: Scalars, where: str
-    ) -> torch.Tensor:
-        """Attend with one query to all keys of its step, split by split, and combine.
+    ) -> None:
+        """Attend with one query to all keys of its step, split by split; `combine` comes next.
 
         Args:
             query: [1, heads, head_dim].
@@ -83,15 +83,10 @@ class Attention:
             scalars: the query's place.
             where: names request and layer in an error.
 
-        Returns:
-            Like `query`, in a buffer that the next call overwrites.
-
         Raises:
             NonFiniteLogits: poisoned, and NaN was read.
         """
-        output, log_sum_exp = self._work.partial_output, self._work.partial_log_sum_exp
-        if output is None or log_sum_exp is None:
-            raise AssertionError("no buffers for splits")
+        output, log_sum_exp = self._partial()
         tail_keys, tail_values = step.tail(layer) or (None, None)
         for piece in step.pieces(layer):
             keys = piece.keys.shape[0]
@@ -113,9 +108,22 @@ class Attention:
                 first = piece.start // SPLIT_TOKENS
                 held = min(keys, int(scalars.stop) - piece.start)
                 _refuse_nan(output[first : first + splits_for(held)], where, piece, held)
+
+    def combine(self, scalars: Scalars) -> torch.Tensor:
+        """Combine the splits of the last `splits`.
+
+        Returns:
+            [1, heads, head_dim], in a buffer that the next call overwrites.
+        """
         attended = self._work.attended[:1]
-        self._ops.combine_splits(output, log_sum_exp, scalars.stop, attended[0])
+        self._ops.combine_splits(*self._partial(), scalars.stop, attended[0])
         return attended
+
+    def _partial(self) -> tuple[torch.Tensor, torch.Tensor]:
+        output, log_sum_exp = self._work.partial_output, self._work.partial_log_sum_exp
+        if output is None or log_sum_exp is None:
+            raise AssertionError("no buffers for splits")
+        return output, log_sum_exp
 
     def _attend(self, query: torch.Tensor, piece: KVSpan, causal: bool, where: str) -> Attended:
         part = attention.attention(
@@ -253,7 +261,8 @@ class OneRow:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attend to all keys; see `LayerRooms.attend`."""
         where = f"request {self._request_id}, layer {layer}"
-        attended = self._attention.one(query, layer, self._step, self._scalars, where)
+        self._attention.splits(query, layer, self._step, self._scalars, where)
+        attended = self._attention.combine(self._scalars)
         if self._record is not None:
             self._record("query", layer, query)
             self._record("attention", layer, attended)

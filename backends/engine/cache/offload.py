@@ -29,13 +29,7 @@ import torch
 from backends.base import ConfigurationError, OutOfMemory
 from backends.engine.cache.base import KVLayout, KVSpan, Scalars, Sequence, StepPlan, poison
 from backends.engine.cache.blocks import BlockPool
-from backends.engine.cache.prefix import (
-    HashFunction,
-    PrefixIndex,
-    hash_block,
-    registrable_tokens,
-    reusable_tokens,
-)
+from backends.engine.cache.prefix import PrefixIndex, registrable_tokens, reusable_tokens
 from backends.engine.cache.ring import SlotRing
 from backends.engine.memory import Buffer
 from backends.engine.model import Room
@@ -191,7 +185,6 @@ class OffloadCache:
         tensors: of `OffloadGeometry.buffers`.
         streams: to copy with.
         poisoned: fill what is freed or unwritten with NaN.
-        hash_function: of the prefix cache, if there is one.
     """
 
     def __init__(
@@ -202,7 +195,6 @@ class OffloadCache:
         streams: CopyStreams,
         *,
         poisoned: bool,
-        hash_function: HashFunction = hash_block,
     ) -> None:
         self.layout = layout
         self.geometry = geometry
@@ -213,12 +205,7 @@ class OffloadCache:
         self.pool = BlockPool(geometry.blocks)
         self.prefixes: PrefixIndex | None = None
         if geometry.prefix_cache:
-            self.prefixes = PrefixIndex(
-                self.pool,
-                geometry.block_tokens,
-                geometry.chunk_tokens,
-                hash_function=hash_function,
-            )
+            self.prefixes = PrefixIndex(self.pool, geometry.block_tokens, geometry.chunk_tokens)
         self.blocks = [tensors[host_name(layer)] for layer in range(layout.layers)]
         self.slots = tensors["ring"]
         self.stages = self.slots if geometry.stages_are_slots else tensors["stages"]
@@ -484,6 +471,11 @@ class OffloadCache:
         keys, values = self.tail[layer, :, row : row + 1]
         return Room(keys, values, None)
 
+    def tail_of_one(self, layer: int, scalars: Scalars) -> Room:
+        """Return the tail and, on the device, its next free row."""
+        keys, values = self.tail[layer]
+        return Room(keys, values, scalars.tail_row)
+
     def gather(self, sequence: Sequence, layer: int, span: Span) -> tuple[torch.Tensor, str]:
         """Copy a span's rows out of several slots into the scratch buffer."""
         if self.scratch is None:
@@ -599,13 +591,12 @@ class OffloadOneStep:
         self._cache = cache
         self._sequence = sequence
         self._plan = plan
-        self._row = scalars.tail_row
+        self._scalars = scalars
 
     def room(self, layer: int) -> Room:
         """Return the tail, and the token's row in it; see `OneStep.room`."""
         self._cache.await_room(self._cache.tail_downloaded, layer)
-        keys, values = self._cache.tail[layer]
-        return Room(keys, values, self._row)
+        return self._cache.tail_of_one(layer, self._scalars)
 
     def written(self, layer: int) -> None:
         """See `OneStep.written`."""
