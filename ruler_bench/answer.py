@@ -32,12 +32,14 @@ def checked_generation(found: object) -> Generation:
         top2_margin=_each("top2_margin", found.top2_margin, _measure),
         kernel=_optional("kernel", found.kernel, _text),
         prompt_tokens=_optional("prompt_tokens", found.prompt_tokens, _count),
+        reused_tokens=_optional("reused_tokens", found.reused_tokens, _count),
         bytes_up=_optional("bytes_up", found.bytes_up, _count),
         bytes_down=_optional("bytes_down", found.bytes_down, _count),
         peak_device_bytes=_optional("peak_device_bytes", found.peak_device_bytes, _count),
         ttft_seconds=_optional("ttft_seconds", found.ttft_seconds, _measure),
         decode_seconds=_optional("decode_seconds", found.decode_seconds, _measure),
         density=_optional("density", found.density, _measure),
+        copy_hidden_share=_optional("copy_hidden_share", found.copy_hidden_share, _share),
     )
 
 
@@ -82,4 +84,11 @@ def _measure(field: str, value: Any) -> float:
         raise _wrong(field, value, "a number") from None
     if not math.isfinite(number) or number < 0:
         raise _wrong(field, value, "a finite number, not negative")
+    return number
+
+
+def _share(field: str, value: Any) -> float:
+    number = _measure(field, value)
+    if number > 1:
+        raise _wrong(field, value, "a share, 0 to 1")
     return number

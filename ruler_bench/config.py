@@ -29,6 +29,13 @@ GROUPS_IN_FOLDER_NAME = ("task", "backend", "model", "length")
 KEYS_WITHOUT_RESULTS = frozenset(
     {"num_samples", "indices", "threads", "device", "workers", "overwrite", "out", "dry_run"}
 )
+ENGINE_TARGETS = "backends.engine."
+ENGINE_KEYS_WITHOUT_RESULTS = frozenset({"device_memory_gb", "host_memory_gb", "memory_plan"})
+"""Of our engine: what decides whether it can run, and neither its answers nor their times.
+
+checkpoint, timeline and synchronise change no answer either, but what is recorded beside it and how
+long it takes: such a run has a folder of its own.
+"""
 
 
 @dataclass
@@ -134,14 +141,29 @@ class Cell:
         }
 
 
-def portable_path(text: str) -> str:
-    """Return an existing absolute path relative to the working directory; anything else as it is.
+def backend_keys_without_results(settings: dict[str, Any]) -> frozenset[str]:
+    """Return the keys of a backend's settings that may differ where a folder goes on."""
+    ours = str(settings.get("_target_")).startswith(ENGINE_TARGETS)
+    return ENGINE_KEYS_WITHOUT_RESULTS if ours else frozenset()
 
-    Manifests are shared: they should not tell where somebody's home folder lies.
+
+def portable_path(text: str) -> str:
+    """Return an absolute path relative to the working directory; anything else as it is.
+
+    Manifests are shared: they should not tell where somebody's home folder lies. A path is what
+    lies in a folder that is there, whether or not it has been made yet itself.
     """
-    if Path(text).is_absolute() and Path(text).exists():
+    path = Path(text)
+    if path.is_absolute() and any(_is_there(one) for one in (path, *path.parents[:-1])):
         return os.path.relpath(text)
     return text
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a name
+        return False
 
 
 _SECRET_KEY = re.compile(r"api_?key|secret|password|passphrase|credential|bearer", re.IGNORECASE)
@@ -428,6 +450,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _backend(config: DictConfig) -> dict[str, Any]:
+    return dict(_plain(config.get("backend")) or {})
+
+
 def _result_folder(
     config: DictConfig,
     choices: dict[str, str],
@@ -443,9 +469,12 @@ def _result_folder(
     swept = swept or ()
     joined = "-".join(str(length) for length in lengths)
     parts = [choices["task"], choices["backend"], choices["model"], joined]
+    quiet = KEYS_WITHOUT_RESULTS | {
+        f"backend.{key}" for key in backend_keys_without_results(_backend(config))
+    }
+    quiet -= set(swept)
     for override in sorted(overrides):
         key, _, value = override.lstrip("+~").partition("=")
-        quiet = KEYS_WITHOUT_RESULTS - set(swept)
         if not (key in GROUPS_IN_FOLDER_NAME or key in quiet or is_secret_key(key)):
             parts.append(_folder_part(key, value))
     return Path(config.out or "results") / _short("_".join(parts))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.utils import get_object
 from omegaconf import MISSING
 
-from backends.base import HARNESS_ARGUMENTS, Backend
+from backends.base import HARNESS_ARGUMENTS, Backend, ConfigurationError
 from ruler_bench.errors import UsageError, one_line, unknown_name
 
 TARGET = "_target_"
 OWN_KEYS = {"model_path": "model.path", "device": "device", "threads": "threads"}
 METHODS = ("generate", "describe", "close")
+PLAN = "memory_plan"
 
 # Hydra logs what it also raises; the user is told once.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
@@ -75,11 +76,17 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     for key, instead in OWN_KEYS.items():
         if settings.get(key) is not None:
             raise UsageError(f"backend.{key}: set {instead} instead, which all parts follow.")
-    names = {one.name for one in parameters}
+    hints = _hints(factory)
+    names = {one.name for one in parameters if not _holds_tensors(hints.get(one.name))}
     for key in settings:
+        if _holds_tensors(hints.get(key)):
+            raise UsageError(
+                f"backend.{key}: takes tensors, which only a caller in Python can give; leave it "
+                "out here."
+            )
         if key != TARGET and key not in names:
             raise _unknown_setting(key, names, settings[TARGET])
-    _check_types(factory, settings)
+    _check_types(hints, settings)
     required = [one.name for one in parameters if one.default is inspect.Parameter.empty]
     for name in required:
         if name not in settings and name not in HARNESS_ARGUMENTS:
@@ -87,16 +94,25 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     return factory
 
 
-def _check_types(factory: Callable[..., Backend], settings: dict[str, Any]) -> None:
+def _hints(factory: Callable[..., Backend]) -> dict[str, Any]:
+    """Return the annotations of a factory's parameters; none where they cannot be resolved."""
+    try:
+        return get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _holds_tensors(hint: Any) -> bool:
+    if getattr(hint, "__module__", "") == "torch" and getattr(hint, "__name__", "") == "Tensor":
+        return True
+    return any(_holds_tensors(one) for one in get_args(hint))
+
+
+def _check_types(hints: Mapping[str, Any], settings: dict[str, Any]) -> None:
     """Check values against plain annotations: int, float, bool and str, also with None.
 
-    Others, and annotations that cannot be resolved, are left to the constructor.
+    Others are left to the constructor.
     """
-    try:
-        function = factory.__init__ if inspect.isclass(factory) else factory
-        hints = get_type_hints(function)
-    except (NameError, TypeError, AttributeError):
-        return
     for key, value in settings.items():
         hint = hints.get(key)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -129,12 +145,7 @@ def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
         Exception: whatever else the constructor raised.
     """
     factory = checked_factory(settings)
-    names = inspect.signature(factory).parameters
-    arguments = {key: value for key, value in settings.items() if key != TARGET}
-    for key, value in harness.items():
-        if key in names and arguments.get(key) is None:
-            arguments[key] = value
-    backend = factory(**arguments)
+    backend = factory(**_arguments(factory, settings, harness))
     missing = [name for name in METHODS if not callable(getattr(backend, name, None))]
     if missing:
         raise UsageError(
@@ -142,3 +153,46 @@ def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
             f"{' and no method '.join(missing)}; backends/base.py says what each one does."
         )
     return backend
+
+
+def _arguments(
+    factory: Callable[..., Backend], settings: dict[str, Any], harness: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the user's settings, and the harness's values for what they did not set."""
+    names = inspect.signature(factory).parameters
+    arguments = {key: value for key, value in settings.items() if key != TARGET}
+    for key, value in harness.items():
+        if key in names and arguments.get(key) is None:
+            arguments[key] = value
+    return arguments
+
+
+def memory_plan(settings: dict[str, Any], harness: dict[str, Any]) -> list[str] | None:
+    """Return the lines of a backend's memory plan, or None where it has none to tell.
+
+    A factory may have a `memory_plan` that takes the factory's own arguments and returns lines of
+    text, without loading or allocating anything. Where the factory is a class, it is a static or a
+    class method.
+
+    Args:
+        settings: as for `start_backend`.
+        harness: likewise.
+
+    Raises:
+        UsageError, ConfigurationError: a setting is unknown or cannot be honoured, the plan does
+            not fit, or the backend's own code failed.
+    """
+    factory = checked_factory(settings)
+    found = inspect.getattr_static(factory, PLAN, None)
+    if found is None or (inspect.isclass(factory) and inspect.isfunction(found)):
+        return None  # a method of the engine, which is not there yet
+    arguments = _arguments(factory, settings, harness)
+    try:
+        return [str(line) for line in getattr(factory, PLAN)(**arguments)]
+    except (ConfigurationError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # an engine under test may do anything
+        raise UsageError(
+            f"backend._target_={settings[TARGET]}: its {PLAN} failed ({type(error).__name__}: "
+            f"{one_line(error)})."
+        ) from error

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ruler_bench import device, manifest, model_files
-from ruler_bench.config import ARMS, Cell, as_indices, portable_path, shareable
+from ruler_bench.config import (
+    ARMS,
+    Cell,
+    as_indices,
+    backend_keys_without_results,
+    portable_path,
+    shareable,
+)
 from ruler_bench.errors import UsageError
 from ruler_bench.records import (
     Record,
@@ -32,6 +39,8 @@ class Journal:
         self, folder: Path, cell: Cell, data: DataSpec, model: Path, overwrite: bool
     ) -> None:
         self.folder = folder
+        self._config = cell.settings()
+        self._quiet = backend_keys_without_results(cell.backend_settings)
         self._overwrite = overwrite
         self._model_names = {str(model): portable_path(cell.model_path)}
         self._records_path = folder / manifest.RECORDS
@@ -59,13 +68,14 @@ class Journal:
             "model": cell.model,
             "metric": cell.task.metric,
             "tokens_to_generate": cell.task.tokens_to_generate,
-            "config": cell.settings(),
+            "config": self._config,
             "data": {**data.describe(), "fingerprint": data.fingerprint()},
             "model_fingerprint": model_files.fingerprint(model),
         }
         old = None if self._overwrite else manifest.read_manifest(self.folder)
         if old is not None:
-            manifest.check_same(self.folder, {key: old.get(key) for key in fixed}, fixed)
+            held = {key: old.get(key) for key in fixed}
+            manifest.check_same(self.folder, self._decisive(held), self._decisive(fixed))
             return old
         if (
             not self._overwrite
@@ -89,6 +99,19 @@ class Journal:
             "indices": as_indices(cell.ordinals),
             "lives": [],
         }
+
+    def _decisive(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return settings without what may differ between the engines of one folder."""
+        found = dict(settings)
+        if isinstance(found.get("backend_in_force"), dict):
+            found["backend_in_force"] = self._kept(found["backend_in_force"])
+        config = found.get("config")
+        if isinstance(config, dict) and isinstance(config.get("backend"), dict):
+            found["config"] = config | {"backend": self._kept(config["backend"])}
+        return found
+
+    def _kept(self, backend: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in backend.items() if key not in self._quiet}
 
     @property
     def holds_another_run(self) -> bool:
@@ -145,12 +168,10 @@ class Journal:
         }
         in_force = shareable(described)
         if self.manifest["backend_in_force"] is not None:
-            manifest.check_same(
-                self.folder,
-                {"backend_in_force": self.manifest["backend_in_force"]},
-                {"backend_in_force": in_force},
-            )
-        self.manifest["backend_in_force"] = in_force
+            held = {"backend_in_force": self.manifest["backend_in_force"]}
+            asked = {"backend_in_force": in_force}
+            manifest.check_same(self.folder, self._decisive(held), self._decisive(asked))
+        self.manifest |= {"config": self._config, "backend_in_force": in_force}
         life: int = 1 + sum(one["arm"] == arm for one in self.manifest["lives"])
         self.manifest["lives"].append(
             {

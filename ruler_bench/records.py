@@ -47,6 +47,9 @@ class Record:
         peak_device_bytes: peak device memory; on a CPU the cache's own buffers.
         kernel: the attention kernel that ran.
         density: share of causal key blocks computed, for sparse prefill.
+        copy_hidden_share: share of the KV copies' time on the device during which a kernel ran,
+            too; of a traced request.
+        reused_tokens: prompt tokens whose keys and values an earlier request had left.
     """
 
     arm: str
@@ -77,6 +80,8 @@ class Record:
     peak_device_bytes: int | None = None
     kernel: str | None = None
     density: float | None = None
+    copy_hidden_share: float | None = None
+    reused_tokens: int | None = None
 
 
 def to_line(record: Record) -> str:

@@ -50,27 +50,42 @@ class Bench:
 
     def harness_arguments(self) -> dict[str, Any]:
         """Return what the harness knows of a backend's constructor arguments (backends.base)."""
-        return {
-            "model_path": str(self.model),
-            "device": self.cell.device,
-            "threads": self.cell.threads,
-            "max_model_len": self.context_tokens(),
-            "dtype": "auto",
-        }
+        return harness_arguments(self.cell, self.model, self.context_tokens())
 
     def context_tokens(self) -> int:
         """Return the context that the engine is built for, the same for any choice of samples.
 
-        A BOS takes one token more than RULER counts. Where another tokenizer measured the samples,
-        what they take is rounded up to a quarter of the length, so that a folder can grow.
+        Where another tokenizer measured the samples, what they take is rounded up to a quarter of
+        the length, so that a folder can grow.
         """
         needed = max(question.tokens for question in self.questions.values())
-        context = self.cell.length + self.tokenizer.adds_bos
+        context = least_context_tokens(self.cell, self.model, self.tokenizer)
         if needed > context:
             step = max(1, self.cell.length // 4)
             context = -(-needed // step) * step
         positions = model_files.max_positions(self.model)
         return context if positions is None else min(context, positions)
+
+
+def harness_arguments(cell: Cell, model: Path, context_tokens: int) -> dict[str, Any]:
+    """Return a value for each of `backends.base.HARNESS_ARGUMENTS`."""
+    return {
+        "model_path": str(model),
+        "device": cell.device,
+        "threads": cell.threads,
+        "max_model_len": context_tokens,
+        "dtype": "auto",
+    }
+
+
+def least_context_tokens(cell: Cell, model: Path, tokenizer: Tokenizer) -> int:
+    """Return the context that an engine needs where the model's own tokenizer measures samples.
+
+    A BOS takes one token more than RULER counts.
+    """
+    context = cell.length + tokenizer.adds_bos
+    positions = model_files.max_positions(model)
+    return context if positions is None else min(context, positions)
 
 
 def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
@@ -148,6 +163,9 @@ def run_streams(bench: Bench) -> int:
             run_stream(bench, stream)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ConfigurationError:
+        bench.journal.close(bench.cell.ordinals)
+        raise
     except RecordingError as error:
         print(f"error: {error}", file=sys.stderr)
         return SAMPLE_ERRORS
@@ -312,7 +330,8 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
         "prompt_tokens": len(question.prompt_token_ids),
     }
     request = Request(
-        request_id=place["position"],
+        # Not the position: what an engine keeps under it must mean the same after a resume.
+        request_id=place["step"],
         prompt=sample.prompt,
         prompt_token_ids=question.prompt_token_ids,
         max_new_tokens=sample.tokens_to_generate,
@@ -324,7 +343,8 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
         known["total_seconds"] = time.perf_counter() - started
         output = output_text(generation, request, bench.tokenizer)
         points = score(bench.cell.task.metric, output, sample.outputs)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ConfigurationError):
+        # A setting that cannot be honoured fails every sample alike: it ends the run.
         raise
     except BaseException as error:
         # An engine under test may fail in any way, sys.exit() included; that is a finding, not
@@ -350,6 +370,8 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
         peak_device_bytes=generation.peak_device_bytes,
         kernel=generation.kernel,
         density=generation.density,
+        copy_hidden_share=generation.copy_hidden_share,
+        reused_tokens=generation.reused_tokens,
     )
 
 

@@ -19,6 +19,7 @@ GOOD = Generation(
     bytes_up=5,
     kernel="flash",
     density=0.5,
+    copy_hidden_share=0.75,
 )
 
 
@@ -69,6 +70,9 @@ def test_what_is_no_answer_is_an_error(found):
         ("prompt_tokens", "many"),
         ("kernel", object()),
         ("density", "x"),
+        ("copy_hidden_share", 1.5),
+        ("reused_tokens", 0.5),
+        ("copy_hidden_share", math.nan),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_an_error_that_names_it(field, value):

@@ -56,6 +56,8 @@ records = st.builds(
     output_tokens=st.none() | st.lists(st.integers(0, 1 << 17), max_size=5).map(tuple),
     top2_margin=st.none() | st.lists(st.floats(0, 99), max_size=5).map(tuple),
     error=st.none() | texts,
+    copy_hidden_share=st.none() | st.floats(0, 1),
+    reused_tokens=st.none() | st.integers(0, 1 << 20),
 )
 
 
@@ -72,6 +74,12 @@ def test_a_record_survives_its_line(record: Record) -> None:
     assert line.count("\n") == 1
     assert line.endswith("\n")
     assert from_line(line) == record
+
+
+def test_a_record_from_before_a_field_was_known_reads_as_unknown() -> None:
+    values = json.loads(to_line(PLAIN))
+    del values["copy_hidden_share"], values["reused_tokens"]
+    assert from_line(json.dumps(values)) == PLAIN
 
 
 @settings(max_examples=30)

@@ -10,7 +10,14 @@ from typing import Any
 
 from ruler_bench.records import Record
 from ruler_bench.report.rows import Row, Run, build_rows, finished
-from ruler_bench.report.tables import markdown_runs, markdown_table, write_summary
+from ruler_bench.report.tables import (
+    HIDDEN,
+    REUSED,
+    markdown_runs,
+    markdown_table,
+    shown_columns,
+    write_summary,
+)
 from ruler_bench.report.text import code_block, human_number, markdown_cell, visible
 
 LISTED_SAMPLES = 100
@@ -22,6 +29,13 @@ LEGEND = (
     "the token limit. Engines: how many were started to answer these samples, 1 for an unbroken "
     "run. Bytes up and down are KV cache copied to the device and from it. Peak device memory is "
     "that of the whole device on a GPU, and of the cache's own device-side buffers on a CPU."
+)
+REUSED_TOKENS = (
+    " Reused: prompt tokens of a sample whose keys and values an earlier request had left."
+)
+TRACED = (
+    " Copies hidden: of the time that KV copies took on the device, the share during which a "
+    "kernel ran, too. The requests were traced for it, so their times are no speed figures."
 )
 
 ALL_RIGHT = "None: every sample was answered with full score."
@@ -47,13 +61,19 @@ def report(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         f"# RULER: {title}",
         "## Results",
         markdown_runs(rows),
-        LEGEND,
+        legend(rows),
         "## Samples to look at",
     ]
     failures = [part for run, row in zip(runs, rows, strict=True) for part in _failures(run, row)]
     parts += failures or [ALL_RIGHT if any(run.records for run in runs) else NOTHING_RUN]
     parts += ["## Settings in force", *_settings(runs, rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """Return what the columns that are shown mean."""
+    columns = shown_columns(rows)
+    return LEGEND + REUSED_TOKENS * (REUSED in columns) + TRACED * (HIDDEN in columns)
 
 
 def _name(row: Row) -> str:
@@ -103,6 +123,8 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
+    elif isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        yield visible(key), f"({len(value)} entries, see manifest.json)"
     else:
         yield visible(key), visible(value) if isinstance(value, str) else json.dumps(value)
 

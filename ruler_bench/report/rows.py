@@ -41,6 +41,9 @@ class Row:
         decode_tokens_per_second: tokens after the first, over the time they took.
         bytes_up_per_sample, bytes_down_per_sample: mean KV bytes copied to and from the device.
         peak_device_bytes: the largest of all samples.
+        reused_tokens_per_sample: mean prompt tokens whose keys and values an earlier request had
+            left.
+        copy_hidden_share: mean share of the KV copies' time that compute hid, of traced samples.
     """
 
     task: str
@@ -65,6 +68,8 @@ class Row:
     bytes_up_per_sample: float | None
     bytes_down_per_sample: float | None
     peak_device_bytes: int | None
+    reused_tokens_per_sample: float | None
+    copy_hidden_share: float | None
 
 
 def finished(run: Run) -> list[Record]:
@@ -137,6 +142,8 @@ def build_row(run: Run, settings: str = "") -> Row:
         bytes_up_per_sample=_mean(record.bytes_up for record in records),
         bytes_down_per_sample=_mean(record.bytes_down for record in records),
         peak_device_bytes=_largest(record.peak_device_bytes for record in records),
+        reused_tokens_per_sample=_mean(record.reused_tokens for record in records),
+        copy_hidden_share=_mean(record.copy_hidden_share for record in records),
     )
 
 

@@ -14,6 +14,7 @@ from ruler_bench.report.rows import Row, Run, build_rows
 from ruler_bench.report.text import (
     human_bytes,
     human_number,
+    human_percent,
     human_seconds,
     markdown_cell,
     visible,
@@ -27,6 +28,10 @@ def _interval(row: Row) -> str:
 
 
 SETTINGS = "settings"
+REUSED = "reused per sample"
+HIDDEN = "copies hidden"
+NOT_ALWAYS = (SETTINGS, REUSED, HIDDEN)
+"""Columns that stand there only where they say something."""
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "task": lambda row: row.task,
@@ -49,14 +54,16 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "up per sample": lambda row: human_bytes(row.bytes_up_per_sample),
     "down per sample": lambda row: human_bytes(row.bytes_down_per_sample),
     "peak device memory": lambda row: human_bytes(row.peak_device_bytes),
+    REUSED: lambda row: human_number(row.reused_tokens_per_sample or None, 1),
+    HIDDEN: lambda row: human_percent(row.copy_hidden_share),
 }
 """What people read: title and text of each column, in order."""
 
 
 def shown_columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    """Return the columns to show: without settings where no runs differ in any."""
-    differ = any(row.settings for row in rows)
-    return {title: show for title, show in COLUMNS.items() if title != SETTINGS or differ}
+    """Return the columns to show: of NOT_ALWAYS only those that say something."""
+    silent = {title for title in NOT_ALWAYS if all(COLUMNS[title](row) == "-" for row in rows)}
+    return {title: show for title, show in COLUMNS.items() if title not in silent}
 
 
 GAP = 2

@@ -65,3 +65,8 @@ def human_seconds(seconds: float | None) -> str:
 def human_number(value: float | None, decimals: int) -> str:
     """Return a number with fixed decimals."""
     return "-" if value is None else f"{value:.{decimals}f}"
+
+
+def human_percent(share: float | None) -> str:
+    """Return a share of 1 in percent."""
+    return "-" if share is None else f"{share:.1%}"

@@ -6,7 +6,7 @@ from markdown_it import MarkdownIt
 
 from ruler_bench.report import write_reports
 from ruler_bench.report.markdown import LISTED_SAMPLES
-from ruler_bench.report.tables import COLUMNS, SETTINGS
+from ruler_bench.report.tables import COLUMNS, NOT_ALWAYS, SETTINGS
 from ruler_bench.report.text import visible
 
 
@@ -43,7 +43,7 @@ def test_a_run_without_failures(record, run, tmp_path):
         "Samples to look at",
         "Settings in force",
     ]
-    assert table[0] == [title for title in COLUMNS if title != SETTINGS]
+    assert table[0] == [title for title in COLUMNS if title not in NOT_ALWAYS]
     assert table[1][5:10] == ["1", "2", "2", "100.00", "34.2 to 100.0"]
     for line in (
         "config.backend.num_gpu_blocks = 4",
@@ -137,7 +137,7 @@ def test_the_report_reads_back_whatever_it_holds(
     headings, (lines,), (table, wrong, errors) = rendered(report(tmp_path, made))
     assert len(headings) == 5
     assert f"config.path = {visible(setting)}" in lines
-    assert [len(row) for row in table] == [len(COLUMNS) - 1] * 2
+    assert [len(row) for row in table] == [len(COLUMNS) - len(NOT_ALWAYS)] * 2
     got = [row[-1] for row in wrong[1:]]
     assert got == [visible(one).strip() if one else "(empty)" for one in outputs]
     assert [row[-1] for row in errors[1:]] == [visible(error).strip()]

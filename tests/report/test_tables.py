@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from ruler_bench.report import Row, build_row, terminal_table
-from ruler_bench.report.tables import COLUMNS, SETTINGS, markdown_runs, write_summary
+from ruler_bench.report.tables import COLUMNS, NOT_ALWAYS, markdown_runs, write_summary
 from ruler_bench.report.text import visible
 
 NAMES = st.text(
@@ -21,7 +21,7 @@ NAMES = st.text(
     max_size=20,
 )
 
-TITLES = [title for title in COLUMNS if title != SETTINGS]
+TITLES = [title for title in COLUMNS if title not in NOT_ALWAYS]
 
 
 def test_summary_reads_back_as_numbers(record, run, tmp_path):
@@ -115,6 +115,24 @@ def test_a_narrow_terminal_shows_fields_as_lines(record, run):
     assert list(lines) == TITLES
     assert lines["task"].strip() == "niah_single_1"
     assert lines["time to first token"].strip() == "250.0 ms"
+
+
+def test_reused_tokens_are_shown_where_there_are_any(record, run):
+    runs = [run(record(0, reused_tokens=0)), run(record(0, reused_tokens=1024))]
+    assert "reused" not in terminal_table(runs[:1], width=400)
+    titles, _, first, second = terminal_table(runs, width=400).splitlines()
+    assert titles.endswith("reused per sample")
+    assert first.endswith("-")
+    assert second.endswith("1024.0")
+
+
+def test_hidden_copies_are_shown_where_requests_were_traced(record, run):
+    traced = run(record(0, copy_hidden_share=0.5), record(1, copy_hidden_share=1.0), record(2))
+    table = terminal_table([traced, run(record(0), task="niah_multikey_2")], width=400)
+    titles, _, first, second = table.splitlines()
+    assert titles.split("  ")[-1].strip() == "copies hidden"
+    assert first.endswith("75.0%")
+    assert second.endswith("-")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
