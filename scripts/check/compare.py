@@ -18,6 +18,7 @@ BIT_SETTINGS = (
     "attend_tokens",
     "attention",
     "dtype",
+    "ops",
     "threads",
     "device",
     SOURCE_KEY,

@@ -23,6 +23,8 @@ from scripts.check.serving import Done, Failure, Life, Message, Step, Stream
 
 ROWS, MEMORY, REPORT = "rows.jsonl", "memory.jsonl", "report.md"
 FORMAT_VERSION = 1
+MEASURED = ("memory_plan",)
+"""What an engine describes that is no setting, and may differ with what else the machine does."""
 
 
 class Ledger:
@@ -119,7 +121,10 @@ class Ledger:
                 )
 
     def _begin_life(self, life: Life) -> None:
-        arm, in_force = life.arm, shareable(life.in_force)
+        arm = life.arm
+        in_force = shareable(
+            {key: one for key, one in life.in_force.items() if key not in MEASURED}
+        )
         self.manifest["lives"][arm] = life.number
         self.manifest["failures"].pop(arm, None)
         if self.manifest["in_force"].setdefault(arm, in_force) != in_force:
