@@ -42,6 +42,14 @@ MANIFEST = "checkpoint.json"
 TENSOR_NAME = "rows"
 NAMES = ("rotation", "query", "key", "value", "attention", "hidden", "logits")
 WITHOUT_LAYER = ("rotation", "logits")
+NO_SETTINGS = {
+    "checkpoint",
+    "memory_plan",
+    "weight_bytes",
+    "device_buffer_bytes",
+    "host_buffer_bytes",
+}
+"""What an engine tells beside its settings."""
 DIGEST = np.dtype("<u8")
 _INDEX = re.compile(r"request_([0-9]{6,})\.jsonl")
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
@@ -567,9 +575,12 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def settings_line(a: CheckpointFolder, b: CheckpointFolder) -> str | None:
-    """Return which settings of the two runs differ, or None."""
+    """Return which settings of the two runs differ, or None.
+
+    The folders themselves and what follows from other settings are left out.
+    """
     parts = []
-    for key in sorted(a.settings.keys() | b.settings.keys()):
+    for key in sorted((a.settings.keys() | b.settings.keys()) - NO_SETTINGS):
         one, other = a.settings.get(key), b.settings.get(key)
         if one != other:
             parts.append(f"{key}={json.dumps(one)} in A, {json.dumps(other)} in B")

@@ -168,6 +168,64 @@ def test_dry_run_runs_nothing(cli, workdir):
     assert not (workdir / "results").exists()
 
 
+@pytest.mark.parametrize("preset", ["gpu_only", "offload", "offload_layerwise"])
+def test_dry_run_says_the_memory_plan_of_our_engine(cli, workdir, monkeypatch, preset):
+    def load(*_):
+        raise AssertionError("a weight was loaded")
+
+    monkeypatch.setattr("backends.engine.weights.Checkpoint.copy_into", load)
+    mine = (f"backend={preset}", *ORACLE[1:])
+    finished = cli(*mine, "dry_run=true", "backend.host_memory_gb=4")
+    assert finished.status == 0, finished.err
+    for part in ("memory plan:", "weights ", "device total ", "of 4.00 GiB"):
+        assert part in finished.out
+    refused = cli(*mine, "dry_run=true", "backend.device_memory_gb=0.001")
+    assert refused.status == 2
+    assert "The memory plan does not fit: the weights alone need" in refused.err
+    assert not (workdir / "results").exists()
+
+
+def test_the_dry_run_plans_what_the_engine_then_takes(cli):
+    mine = ("backend=offload_layerwise", *ORACLE[1:3], "num_samples=1", "backend.host_memory_gb=4")
+    planned = cli(*mine, "dry_run=true").out.splitlines()
+    printed = cli(*mine).err.splitlines()
+    inside = [line.strip() for line in planned[planned.index("  memory plan:") + 1 :]]
+    assert [f"memory plan: {line}" for line in inside] == [
+        line for line in printed if line.startswith("memory plan: ")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "said"),
+    [
+        ("Planned", 0, "    42 GiB for Polly"),
+        ("PlannedLater", 0, "folder: here"),
+        ("Unplanned", 2, "its memory_plan failed (RuntimeError: no idea)"),
+    ],
+)
+@pytest.mark.usefixtures("parrots")
+def test_an_engine_of_your_own_may_say_its_memory_plan(cli, target, status, said):
+    mine = ("backend=custom", f"backend._target_=parrots.{target}", *ORACLE[1:], "out=here")
+    finished = cli(*mine, "+backend.phrase=Polly", "dry_run=true")
+    assert finished.status == status
+    assert said in finished.out + finished.err
+    assert ("memory plan:" in finished.out) == (target == "Planned")
+
+
+@pytest.mark.parametrize("preset", ["gpu_only", "offload", "offload_layerwise"])
+def test_tensors_can_be_given_from_python_alone(cli, preset):
+    mine = (f"backend={preset}", *ORACLE[1:])
+    for value in ("x", "null", "{a:1}"):
+        finished = cli(*mine, f"+backend.weights={value}")
+        assert finished.status == 2
+        assert finished.err == (
+            "error: backend.weights: takes tensors, which only a caller in Python can give; leave "
+            "it out here.\n"
+        )
+    assert "weights" not in cli(*mine, "--cfg", "job").out
+    assert "weights" not in cli(*mine, "+backend.wights=1").err.partition("Allowed")[2]
+
+
 def test_prepare_writes_the_samples(cli, workdir):
     arguments = ("task=niah_multivalue", "length=1024", "num_samples=3", "out=samples.jsonl")
     finished = cli(*arguments, entry=prepare)
@@ -238,6 +296,20 @@ class Odd(Parrot):
 
     def describe(self):
         return {"what": object()} if self.phrase == "opaque" else {"phrase": self.phrase}
+
+class Planned(Parrot):
+    @staticmethod
+    def memory_plan(*, phrase):
+        return [f"42 GiB for {phrase}"]
+
+class PlannedLater(Parrot):
+    def memory_plan(self):
+        return ["too late"]
+
+class Unplanned(Parrot):
+    @classmethod
+    def memory_plan(cls, **arguments):
+        raise RuntimeError("no idea")
 
 class Rude(Exception):
     def __str__(self):

@@ -11,8 +11,8 @@ from ruler_bench.errors import UsageError
 CHOICES = {"task": "niah_single_1", "backend": "oracle", "model": "probe"}
 
 
-def folder(overrides, swept=None, out=None, lengths=(4096,)):
-    values = OmegaConf.create({"out": out})
+def folder(overrides, swept=None, out=None, lengths=(4096,), backend=None):
+    values = OmegaConf.create({"out": out, "backend": backend})
     return config._result_folder(values, CHOICES, overrides, lengths, swept)
 
 
@@ -24,6 +24,20 @@ def test_the_folder_names_task_backend_model_and_length():
 def test_keys_that_change_no_result_are_not_in_the_folder_name():
     quiet = [f"{key}=1" for key in config.KEYS_WITHOUT_RESULTS]
     assert folder([*quiet, "backend.api_key=very-secret", "length=4096"]) == folder([])
+
+
+@pytest.mark.parametrize("key", ["device_memory_gb", "host_memory_gb"])
+def test_limits_of_our_engine_are_not_in_the_folder_name_and_those_of_others_are(key):
+    ours = {"_target_": "backends.engine.offload"}
+    assert folder([f"backend.{key}=1"], backend=ours) == folder([])
+    assert folder([f"backend.{key}=1"], backend=ours, swept=[f"backend.{key}"]) != folder([])
+    assert folder([f"backend.{key}=1"], backend={"_target_": "my.Engine"}) != folder([])
+
+
+@pytest.mark.parametrize("key", ["checkpoint", "timeline", "synchronise", "prefix_cache"])
+def test_what_changes_records_or_times_has_a_folder_of_its_own(key):
+    ours = {"_target_": "backends.engine.offload"}
+    assert folder([f"backend.{key}=1"], backend=ours) != folder([])
 
 
 def test_common_settings_make_readable_names():
@@ -95,6 +109,9 @@ def test_paths_in_manifests_tell_no_home_folder(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     assert config.portable_path(str(tmp_path / "model")) == "model"
     assert config.portable_path("org/model") == "org/model"
+    assert config.portable_path(str(tmp_path / "not" / "made" / "yet")) == "not/made/yet"
+    assert config.portable_path("/no-such-folder/v1") == "/no-such-folder/v1"
+    assert config.portable_path("/" + "x" * 5000) == "/" + "x" * 5000
 
 
 @pytest.mark.parametrize("key", ["api_key", "OPENAI_API_KEY", "client_secret", "password"])

@@ -183,7 +183,7 @@ def test_what_is_said_of_other_cuts(divergence_of, tmp_path):
             cuts=(0, cut, TOKENS),
             change=disturbed,
             tensors=True,
-            run_settings={"chunk_tokens": cut},
+            run_settings={"chunk_tokens": cut, "checkpoint": name, "memory_plan": {"of": cut}},
         )
     status, said = divergence_of(tmp_path / "a", tmp_path / "b")
     assert status == DIFFERENT

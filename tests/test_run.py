@@ -112,6 +112,63 @@ def test_an_error_is_recorded_and_runs_again(cli, workdir):
     assert again[3]["correct"]
 
 
+ENGINE = ("task=niah_single_1", "device=cpu", "length=1024")
+
+
+def test_a_checkpoint_goes_on_with_its_run_and_names_requests_by_their_sample(cli, workdir):
+    mine = (*ENGINE, "backend=gpu_only", "backend.checkpoint=kept")
+    assert cli(*mine, "num_samples=1").status == 0
+    first = (workdir / "kept" / "request_000000.jsonl").read_bytes()
+    finished = cli(*mine, "indices=[0,2]")
+    assert finished.status == 0, finished.err
+    kept = sorted(one.name for one in (workdir / "kept").glob("*.jsonl"))
+    assert kept == ["request_000000.jsonl", "request_000002.jsonl"]
+    assert (workdir / "kept" / "request_000000.jsonl").read_bytes() == first
+    # The answers do not depend on it, but a run that is to be recorded runs.
+    (folder,) = (workdir / "results").iterdir()
+    assert "backend.checkpoint-kept" in folder.name
+
+
+def test_a_checkpoint_of_other_prompts_ends_the_run_and_is_no_error_of_a_sample(cli, workdir):
+    mine = (*ENGINE, "backend=gpu_only", "backend.checkpoint=kept", "num_samples=2")
+    assert cli(*mine).status == 0
+    refused = cli(*mine, "seed=7")
+    assert refused.status == 2
+    last = refused.err.splitlines()[-1]
+    assert last.startswith("error: backend.checkpoint=kept: request_000000.jsonl holds another")
+    (folder,) = (workdir / "results").glob("*seed-7")
+    assert not (folder / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize("key", ["checkpoint", "timeline"])
+def test_folders_beside_a_run_stand_in_the_manifest_as_relative_paths(cli, workdir, key):
+    mine = (*ENGINE, "backend=gpu_only", f"backend.{key}={workdir}/beside/{key}", "out=here")
+    assert cli(*mine, "num_samples=1").status == 0
+    finished = cli(*mine, "num_samples=2")
+    assert finished.status == 0, finished.err
+    held = manifest(workdir / "here")
+    assert held["config"]["backend"][key] == f"beside/{key}"
+    assert held["backend_in_force"][key] == f"beside/{key}"
+    assert str(workdir) not in json.dumps(held)
+    assert len(list((workdir / "beside" / key).glob("request_*.json*"))) == 2
+
+
+def test_a_folder_goes_on_under_other_memory_limits(cli, workdir):
+    mine = (*ENGINE, "backend=offload_layerwise", "backend.host_memory_gb=4")
+    assert cli(*mine, "num_samples=1").status == 0
+    finished = cli(*mine, "num_samples=2", "backend.device_memory_gb=1")
+    assert finished.status == 0, finished.err
+    (folder,) = (workdir / "results").iterdir()
+    assert [row["life"] for row in rows(folder)] == [1, 2]
+    held = manifest(folder)
+    assert held["config"]["backend"]["device_memory_gb"] == 1
+    assert held["backend_in_force"]["device_memory_gb"] == 1
+    refused = cli(*mine, "num_samples=2", f"out={folder}", "backend.num_kv_buffers=2")
+    assert refused.status == 2
+    assert "config.backend.num_kv_buffers: 4 there, 2 here" in refused.err
+    assert "memory" not in refused.err
+
+
 def test_a_wrong_answer_is_wrong_and_shown(cli, workdir):
     finished = cli(*ORACLE, "num_samples=3", "backend.wrong=[2]", "out=here")
     assert finished.status == 0
