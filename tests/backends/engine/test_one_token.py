@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.base import NonFiniteLogits
+from backends.base import NonFiniteLogits, Request
 from backends.engine import engine as engine_module
 from backends.engine import gpu_only, offload, offload_layerwise
 from backends.engine.ops import TorchOps
@@ -21,6 +21,7 @@ from backends.engine.streams import DeferredStreams
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[3]
 CONTEXT, CHUNK, ATTEND, NEW = 640, 200, 256, 12
+VOCABULARY = 40
 CUTS = {"max_model_len": CONTEXT, "chunk_tokens": CHUNK, "attend_tokens": ATTEND}
 
 only_torch = pytest.mark.skipif(INTERPRETED, reason="too slow under Triton's interpreter")
@@ -59,15 +60,30 @@ def _through_one_token_kernels(monkeypatch):
 
 @pytest.fixture(scope="module")
 def small(save_model):
-    """A random model of two layers, three query heads and one key head."""
+    """A random model that the interpreter is done with in seconds."""
     return str(
         save_model(
+            vocab_size=VOCABULARY,
+            hidden_size=24,
+            intermediate_size=20,
             num_hidden_layers=2,
-            num_attention_heads=3,
+            num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=CONTEXT,
+            initializer_range=0.4,
         )
     )
+
+
+@pytest.fixture(scope="module")
+def ask(prompt):
+    """Ask an engine with a random prompt of so many tokens."""
+
+    def call(engine, tokens, new_tokens, request_id=0):
+        ids = prompt(tokens, vocabulary=VOCABULARY)
+        return engine.generate(Request(request_id, "", ids, new_tokens))
+
+    return call
 
 
 @pytest.fixture(scope="module")
