@@ -40,8 +40,8 @@ def samples():
     return [(one, tuple(tokenizer.encode_prompt(one.prompt))) for one in generate(spec, 3)]
 
 
-def start(name, length=LENGTH):
-    settings = OmegaConf.to_container(compose(f"backend={name}").backend, resolve=True)
+def start(name, length=LENGTH, *overrides):
+    settings = OmegaConf.to_container(compose(f"backend={name}", *overrides).backend, resolve=True)
     harness = {
         "model_path": str(model_folder("package:probe")),
         "device": "cpu",
@@ -135,16 +135,25 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_goes_on(name, sam
         engine.close()
 
 
+def answers_of(name, samples, *overrides):
+    engine = start(name, LENGTH, *overrides)
+    found = [engine.generate(ask(n, *one)) for n, one in enumerate(samples)]
+    engine.close()
+    return found
+
+
 def test_all_engines_give_the_same_tokens_and_ours_the_same_bits(samples):
-    answers = {}
-    for name in MODELS:
-        engine = start(name)
-        answers[name] = [engine.generate(ask(n, *one)) for n, one in enumerate(samples)]
-        engine.close()
+    answers = {name: answers_of(name, samples) for name in MODELS}
     tokens = {name: [one.token_ids for one in found] for name, found in answers.items()}
-    assert tokens["offload"] == tokens["gpu_only"] == tokens["hf"]
+    assert {"gpu_only", "hf", "offload", "offload_layerwise"} <= set(tokens)
+    for name, found in tokens.items():
+        assert found == tokens["gpu_only"], name
     bits = {name: [one.logits_digest for one in found] for name, found in answers.items()}
     assert bits["offload"] == bits["gpu_only"]
+    # Layer-wise takes prompts whole and reads the history in one call.
+    whole = ("backend.chunk_tokens=null", "backend.attend_tokens=null")
+    plain = answers_of("gpu_only", samples, *whole)
+    assert bits["offload_layerwise"] == [one.logits_digest for one in plain]
 
 
 def test_backends_import_nothing_from_the_harness():

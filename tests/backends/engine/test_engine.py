@@ -1,9 +1,11 @@
+import gzip
 import hashlib
 import json
 
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from backends.base import (
     Backend,
@@ -13,7 +15,7 @@ from backends.base import (
     PromptTooLong,
     RequestError,
 )
-from backends.engine import Engine, gpu_only, offload
+from backends.engine import Engine, gpu_only, offload, offload_layerwise
 from backends.engine import engine as engine_module
 from backends.engine.cache.offload import OffloadCache, OffloadStep
 from backends.engine.streams import DeferredStreams
@@ -170,6 +172,110 @@ def test_threads_are_set_again_for_each_request(engine, ask):
     assert torch.get_num_threads() == 1
 
 
+LAYERWISE = {"max_model_len": 128, "num_kv_buffers": 2}
+GPU_ONLY = {"max_model_len": 128, "chunk_tokens": 24, "attend_tokens": 8}
+every_preset = pytest.mark.parametrize(
+    ("build", "settings"),
+    [(gpu_only, GPU_ONLY), (offload, SETTINGS), (offload_layerwise, LAYERWISE)],
+    ids=["gpu_only", "offload", "layerwise"],
+)
+
+
+@every_preset
+def test_a_prompt_of_one_token(build, settings, tiny, ask, prompt):
+    """Against transformers, which knows no cache of ours."""
+    answer = ask(build(model_path=str(tiny), poison=True, **settings), 1, 6)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    tokens = list(prompt(1))
+    for _ in range(6):
+        with torch.inference_mode():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert answer.token_ids == tuple(tokens[1:])
+    assert answer.prompt_tokens == 1
+
+
+@every_preset
+def test_a_prompt_that_fills_the_context_is_refused_before_it_starts(build, settings, tiny, ask):
+    engine = build(model_path=str(tiny), poison=True, **settings)
+    for _ in range(2):
+        with pytest.raises(PromptTooLong, match="128 prompt tokens and 1 to generate make 129"):
+            ask(engine, 128, 1)
+        with pytest.raises(RequestError, match="max_new_tokens=0 is below 1"):
+            ask(engine, 128, 0)
+        assert len(ask(engine, 127, 1).token_ids) == 1
+    assert engine._streams.copied_bytes["down"] == (build is not gpu_only) * 2 * 127 * 3 * 256
+
+
+@every_preset
+def test_waiting_after_every_copy_changes_nothing(build, settings, tiny, ask):
+    plain = build(model_path=str(tiny), **settings)
+    waiting = build(model_path=str(tiny), synchronise=True, **settings)
+    assert waiting.describe()["synchronise"] is True
+    for tokens in (1, 70, 100):
+        got, wanted = ask(waiting, tokens, 20), ask(plain, tokens, 20)
+        assert got.token_ids == wanted.token_ids
+        assert got.logits_digest == wanted.logits_digest
+        assert (got.bytes_up, got.bytes_down) == (wanted.bytes_up, wanted.bytes_down)
+
+
+def test_waiting_after_every_copy_hides_a_missing_wait(tiny, ask, monkeypatch):
+    """Which is what it is for: a fault that it cures is one of order."""
+    engine = offload(model_path=str(tiny), synchronise=True, **SETTINGS)
+    wanted = ask(engine, 70, 20)
+    no_wait_for_the_load(monkeypatch, engine)
+    assert ask(engine, 70, 20).logits_digest == wanted.logits_digest
+
+
+@every_preset
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_checkpoint_records_every_step_and_changes_nothing(request, build, settings, tensors):
+    tiny, ask, folder = map(request.getfixturevalue, ("tiny", "ask", "tmp_path"))
+    wanted = ask(build(model_path=str(tiny), **settings), 50, 4)
+    engine = build(
+        model_path=str(tiny),
+        checkpoint=str(folder / "records"),
+        checkpoint_tensors=tensors,
+        **settings,
+    )
+    got = ask(engine, 50, 4, request_id=7)
+    assert got.logits_digest == wanted.logits_digest
+    assert (got.bytes_up, got.bytes_down) == (wanted.bytes_up, wanted.bytes_down)
+    index = (folder / "records" / "request_000007.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in index[1:-1]]
+    chunks = [24, 24, 2] if "chunk_tokens" in settings else [50]
+    steps = [*chunks, 1, 1, 1]
+    logits = [one for one in records if one["name"] == "logits"]
+    assert [one["chunk"] for one in logits] == list(range(len(chunks) - 1, len(steps)))
+    for layer in range(3):
+        keys = [one for one in records if one["name"] == "key" and one["layer"] == layer]
+        assert [one["shape"][0] for one in keys] == steps
+        assert [one["start"] for one in keys] == [sum(steps[:at]) for at in range(len(steps))]
+    kept = list((folder / "records").glob("request_000007/*.safetensors"))
+    assert len(kept) == tensors * len(records)
+
+
+def test_checkpoints_of_both_places_are_equal(tiny, ask, tmp_path):
+    """Layer by layer, whether keys and values lie on the device or in CPU memory."""
+    digests = []
+    for name, build, settings in (("a", gpu_only, GPU_ONLY), ("b", offload, SETTINGS)):
+        folder = tmp_path / name
+        ask(build(model_path=str(tiny), checkpoint=str(folder), **settings), 70, 9, request_id=1)
+        digests.append((folder / "request_000001.digests").read_bytes())
+    assert digests[0] == digests[1]
+    assert len(digests[0]) > 8 * 70 * 3
+
+
+@every_preset
+def test_a_timeline_is_written_and_changes_nothing(build, settings, tiny, ask, tmp_path):
+    wanted = ask(build(model_path=str(tiny), **settings), 30, 2)
+    engine = build(model_path=str(tiny), timeline=str(tmp_path / "traces"), **settings)
+    got = ask(engine, 30, 2, request_id=3)
+    assert got.logits_digest == wanted.logits_digest
+    (file,) = (tmp_path / "traces").iterdir()
+    assert file.name == "request_000003.json.gz"
+    assert json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+
+
 # What happens when one of the engine's waits is missing. Each of these is a race on a GPU.
 
 
@@ -308,6 +414,12 @@ def test_auto_keeps_on_the_device_what_the_ring_would_hold(tiny):
         ({"resident_tokens": 64}, r"resident_tokens=64 has no effect with .*offload=always"),
         ({"offload": "auto", "resident_tokens": 0}, r"resident_tokens=0 is below 1"),
         ({"poison": "yes"}, r"poison='yes': allowed are true and false"),
+        ({"attention": "fa3"}, r"attention=fa3 cannot run on cpu .*fa3: it needs cuda"),
+        ({"prefix_cache": 1}, r"prefix_cache=1: allowed are true and false"),
+        ({"synchronise": "no"}, r"synchronise='no': allowed are true and false"),
+        ({"checkpoint": ""}, r"checkpoint='': allowed are a folder and null"),
+        ({"timeline": 3}, r"timeline=3: allowed are a folder and null"),
+        ({"checkpoint_tensors": True}, r"no effect without backend\.checkpoint=DIR"),
         ({"fault": "torn_slot"}, r"fault='torn_slot': this engine knows no seeded faults"),
     ],
 )
@@ -336,7 +448,7 @@ def test_buffers_that_do_not_fit_are_an_error_of_the_settings(tiny, monkeypatch)
 
 
 def test_unknown_settings_are_refused_by_the_signature(tiny):
-    for preset in (gpu_only, offload):
+    for preset in (gpu_only, offload, offload_layerwise):
         with pytest.raises(TypeError, match="atend_tokens"):
             preset(model_path=str(tiny), atend_tokens=8)
     with pytest.raises(TypeError, match="num_gpu_blocks"):
@@ -353,8 +465,15 @@ def read_preset(name):
     return preset
 
 
-@pytest.mark.parametrize(("name", "build"), [("gpu_only", gpu_only), ("offload", offload)])
-def test_the_presets_list_every_setting(name, build, tiny, ask):
+@pytest.mark.parametrize(
+    ("name", "build", "cuts"),
+    [
+        ("gpu_only", gpu_only, (1024, 512)),
+        ("offload", offload, (1024, 512)),
+        ("offload_layerwise", offload_layerwise, (None, None)),
+    ],
+)
+def test_the_presets_list_every_setting(name, build, cuts, tiny):
     import inspect
 
     preset = read_preset(name)
@@ -363,5 +482,5 @@ def test_the_presets_list_every_setting(name, build, tiny, ask):
     assert set(preset) == set(inspect.signature(build).parameters) - not_in_files
     preset["max_model_len"] = 512
     described = build(model_path=str(tiny), **preset).describe()
-    assert described["chunk_tokens"] == 1024
-    assert described["attend_tokens"] == 512
+    assert (described["chunk_tokens"], described["attend_tokens"]) == cuts
+    assert set(preset) <= set(described)

@@ -4,9 +4,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from backends.base import ConfigurationError
-from backends.engine import gpu_only
+from backends.engine import gpu_only, offload, offload_layerwise
 from backends.engine.weights import Checkpoint
 
 
@@ -120,3 +121,77 @@ def test_what_is_no_file_is_one_line(tmp_path, name, make):
         Checkpoint(tmp_path)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# Weights that are given, not read.
+
+
+@pytest.fixture(scope="module")
+def twin(tiny):
+    """transformers' model of the same folder."""
+    return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("build", [gpu_only, offload, offload_layerwise])
+def test_a_state_dict_gives_the_bits_of_the_files(build, tiny, twin, ask):
+    settings = {"model_path": str(tiny), "max_model_len": 512}
+    wanted = ask(build(**settings), 60, 5)
+    engine = build(**settings, weights=twin.state_dict())
+    assert ask(engine, 60, 5).logits_digest == wanted.logits_digest
+    assert engine.describe() == build(**settings).describe()
+
+
+def test_the_engine_keeps_a_copy_of_its_own(tiny, twin, ask):
+    weights = {name: tensor.clone() for name, tensor in twin.state_dict().items()}
+    engine = gpu_only(model_path=str(tiny), weights=weights)
+    wanted = ask(engine, 60, 5)
+    for tensor in weights.values():
+        tensor.zero_()
+    assert ask(engine, 60, 5).logits_digest == wanted.logits_digest
+
+
+def test_a_folder_without_weights_is_enough_then(copied, twin, tiny, ask):
+    (copied / "model.safetensors").unlink()
+    engine = gpu_only(model_path=str(copied), weights=twin.state_dict())
+    wanted = ask(gpu_only(model_path=str(tiny)), 60, 5)
+    assert ask(engine, 60, 5).logits_digest == wanted.logits_digest
+
+
+def test_a_tied_model_needs_no_head(save_model, ask):
+    folder = save_model(tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    both = model.state_dict()
+    wanted = ask(gpu_only(model_path=str(folder)), 60, 5)
+    for weights in (both, {name: both[name] for name in both if name != "lm_head.weight"}):
+        engine = gpu_only(model_path=str(folder), weights=weights)
+        assert ask(engine, 60, 5).logits_digest == wanted.logits_digest
+
+
+@pytest.mark.parametrize("build", [gpu_only, offload, offload_layerwise])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"),
+            r"weights: the weights lack the tensor 'model\.layers\.1\.mlp\.up_proj\.weight'\.",
+        ),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}),
+            r"weights: tensor 'model\.norm\.weight' has the shape \(7,\), but .* \(48,\)",
+        ),
+        (
+            lambda weights: weights.update(
+                {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}
+            ),
+            r"weights: 1 tensor.* do not belong .*q_norm",
+        ),
+        (lambda weights: weights.clear(), r"weights: the weights lack the tensor 'model\.embed"),
+    ],
+    ids=["missing", "misshaped", "extra", "none"],
+)
+def test_a_state_dict_that_does_not_fit_is_one_line(build, change, message, tiny, twin):
+    weights = dict(twin.state_dict())
+    change(weights)
+    with pytest.raises(ConfigurationError, match=message) as error:
+        build(model_path=str(tiny), max_model_len=512, weights=weights)
+    assert "\n" not in str(error.value)
