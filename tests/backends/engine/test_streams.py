@@ -66,3 +66,14 @@ def test_wiping_comes_at_once(streams):
     streams.wait(event)
     assert slot[:2].tolist() == [0, 0]
     assert slot[2].isnan()
+
+
+def test_synchronised_streams_copy_at_once():
+    streams = make_streams(torch.device("cpu"), synchronise=True)
+    target, source = torch.zeros(2), torch.ones(2)
+    event = streams.copy("up", [Copy(target, source)], [])
+    assert target.tolist() == [1, 1]
+    assert streams.copied_bytes == {"up": 8, "down": 0}
+    source.fill_(5)
+    streams.wait(event)
+    assert target.tolist() == [1, 1]
