@@ -278,6 +278,22 @@ class Engine:
             "memory_plan": self._plan.to_json(),
         }
 
+    def _settings_that_count(self) -> dict[str, Any]:
+        """Return what decides results, for a comparison: no sizes, and no paths of this machine."""
+        left_out = {
+            "checkpoint",
+            "checkpoint_tensors",
+            "device_buffer_bytes",
+            "device_memory_gb",
+            "host_buffer_bytes",
+            "host_memory_gb",
+            "memory_plan",
+            "timeline",
+            "weight_bytes",
+        }
+        found = {key: value for key, value in self.describe().items() if key not in left_out}
+        return found | {"model_path": Path(self._settings.model_path).name}
+
     def _decode_name(self) -> str:
         if self._whole_step is not None or self._layer_parts is not None:
             return "captured graphs"
@@ -579,7 +595,7 @@ class Engine:
 
     def _begin_record(self, request: Request, sequence: Sequence) -> None:
         if self._recorder is not None:
-            settings = self.describe()
+            settings = self._settings_that_count()
             self._recorder.begin(request.request_id, request.prompt_token_ids, settings)
             # What is reused ends at a multiple of chunk_tokens.
             self._steps_recorded = sequence.reused // (self._settings.chunk_tokens or 1)
