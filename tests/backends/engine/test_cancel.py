@@ -33,14 +33,31 @@ def _ops(request, monkeypatch):
     monkeypatch.setattr(engine_module, "make_ops", lambda device, dtype: request.param())
 
 
-@pytest.fixture(params=PRESETS.values(), ids=PRESETS.keys())
-def make(request, tiny):
-    build, settings = request.param
+@pytest.fixture(params=PRESETS)
+def name(request):
+    return request.param
 
-    def call():
-        return build(model_path=str(tiny), max_model_len=CONTEXT, poison=True, **settings)
 
-    return call
+@pytest.fixture
+def engine(name, tiny):
+    build, settings = PRESETS[name]
+    return build(model_path=str(tiny), max_model_len=CONTEXT, poison=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny, ask):
+    """Answers of engines that serve nothing else, by preset, operations and length, once each."""
+    answers = {}
+
+    def answer(name, tokens):
+        build, settings = PRESETS[name]
+        key = (name, engine_module.make_ops(None, None).name, tokens)
+        if key not in answers:
+            alone = build(model_path=str(tiny), max_model_len=CONTEXT, **settings)
+            answers[key] = ask(alone, tokens, NEW)
+        return answers[key]
+
+    return answer
 
 
 @pytest.fixture
@@ -81,76 +98,71 @@ def meanwhile(monkeypatch):
     assert not errors
 
 
-def assert_as_new(engine, make, ask):
-    """Compare with a fresh engine; nothing is left of earlier requests."""
-    if engine._offload is not None:
-        assert engine._offload.pool.used_blocks == 0
-    fresh = make()
-    for at, tokens in enumerate((PROMPT, 25), start=100):
-        got, wanted = ask(engine, tokens, NEW, request_id=at), ask(fresh, tokens, NEW)
-        assert got.token_ids == wanted.token_ids
-        assert got.logits_digest == wanted.logits_digest
-        assert (got.bytes_up, got.bytes_down) == (wanted.bytes_up, wanted.bytes_down)
+@pytest.fixture
+def assert_as_new(engine, name, fresh, ask):
+    """Compare with fresh engines; nothing is left of earlier requests."""
+
+    def check():
+        if engine._offload is not None:
+            assert engine._offload.pool.used_blocks == 0
+        for at, tokens in enumerate((PROMPT, 25), start=100):
+            got, wanted = ask(engine, tokens, NEW, request_id=at), fresh(name, tokens)
+            assert got.token_ids == wanted.token_ids
+            assert got.logits_digest == wanted.logits_digest
+            assert (got.bytes_up, got.bytes_down) == (wanted.bytes_up, wanted.bytes_down)
+
+    return check
 
 
 @pytest.mark.parametrize(
-    ("held", "layer"),
+    "moment",
     [(0, 0), (0, 1), (PROMPT, 0), (PROMPT + 5, 1)],
     ids=["prefill, first layer", "prefill", "decode, first layer", "decode"],
 )
-def test_it_stops_before_its_next_layer(held, layer, make, ask, meanwhile):
-    engine = make()
-    meanwhile(held, layer, lambda: engine.cancel(7))
+def test_it_stops_before_its_next_layer(moment, engine, ask, meanwhile, assert_as_new):
+    meanwhile(*moment, lambda: engine.cancel(7))
     with pytest.raises(RequestCancelled, match="request 7 was cancelled") as error:
         ask(engine, PROMPT, NEW, request_id=7)
     assert isinstance(error.value, RequestError)
     assert "\n" not in str(error.value)
-    assert_as_new(engine, make, ask)
+    assert_as_new()
 
 
-def test_a_later_chunk_of_a_prompt_is_not_begun(tiny, ask, meanwhile):
-    def make():
-        settings = CUTS | {"kvcache_block_size": 16, "num_gpu_blocks": 3}
-        return offload(model_path=str(tiny), max_model_len=CONTEXT, poison=True, **settings)
-
-    engine = make()
+@pytest.mark.parametrize("name", ["offload"])
+def test_a_later_chunk_of_a_prompt_is_not_begun(engine, ask, meanwhile, assert_as_new):
     meanwhile(24, LAYERS - 1, lambda: engine.cancel(7))
     with pytest.raises(RequestCancelled):
         ask(engine, PROMPT, NEW, request_id=7)
     assert engine._streams.copied_bytes["down"] == 2 * 24 * LAYERS * (2 * 2 * 16 * 4)
-    assert_as_new(engine, make, ask)
+    assert_as_new()
 
 
-def test_once_its_last_layer_has_begun_it_is_answered(make, ask, meanwhile):
-    engine = make()
+def test_once_its_last_layer_has_begun_it_is_answered(engine, ask, meanwhile, assert_as_new):
     last = PROMPT + NEW - 2  # the last new token is not fed back
     meanwhile(last, LAYERS - 1, lambda: engine.cancel(7))
     assert len(ask(engine, PROMPT, NEW, request_id=7).token_ids) == NEW
     assert len(ask(engine, PROMPT, NEW, request_id=7).token_ids) == NEW, "and is forgotten"
-    assert_as_new(engine, make, ask)
+    assert_as_new()
 
 
-def test_before_it_begins(make, ask):
-    engine = make()
+def test_before_it_begins(engine, ask, assert_as_new):
     engine.cancel(7)
     ask(engine, 30, 2, request_id=6)
     with pytest.raises(RequestCancelled, match="request 7 was cancelled"):
         ask(engine, PROMPT, NEW, request_id=7)
-    assert_as_new(engine, make, ask)
+    assert_as_new()
 
 
-def test_after_it_is_over_and_twice(make, ask):
-    engine = make()
+def test_after_it_is_over_and_twice(engine, ask, assert_as_new):
     ask(engine, PROMPT, NEW, request_id=7)
     engine.cancel(7)
     engine.cancel(7)
-    assert_as_new(engine, make, ask)
+    assert_as_new()
 
 
-def test_another_request_goes_on(make, ask, meanwhile):
-    engine = make()
+def test_another_request_goes_on(engine, ask, meanwhile, assert_as_new):
     meanwhile(PROMPT + 2, 1, lambda: engine.cancel(8))
     assert len(ask(engine, PROMPT, NEW, request_id=7).token_ids) == NEW
     with pytest.raises(RequestCancelled, match="request 8 was cancelled"):
         ask(engine, PROMPT, NEW, request_id=8)
-    assert_as_new(engine, make, ask)
+    assert_as_new()

@@ -244,26 +244,26 @@ def test_poison_names_request_layer_and_slot(block, place, small, ask, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("block", "slots", "chunk", "attend"),
-    [(256, 2, 256, 256), (100, 4, None, 256)],
+    ("block", "slots", "chunk", "new_tokens"),
+    [(256, 2, 256, 3), (100, 4, None, 2)],
     ids=["blocks of whole splits", "gathered spans"],
 )
-def test_few_tokens_offloaded(request, block, slots, chunk, attend):
+def test_few_tokens_offloaded(request, block, slots, chunk, new_tokens):
     small, reference, ask = map(request.getfixturevalue, ("small", "reference", "ask"))
-    cuts = {"max_model_len": 320, "chunk_tokens": chunk, "attend_tokens": attend}
-    wanted = reference(310, 3, **cuts)
+    cuts = {"max_model_len": 320, "chunk_tokens": chunk, "attend_tokens": 256}
+    wanted = reference(310, new_tokens, **cuts)
     engine = offload(
         model_path=small, num_gpu_blocks=slots, kvcache_block_size=block, poison=True, **cuts
     )
-    assert_same(ask(engine, 310, 3), wanted)
+    assert_same(ask(engine, 310, new_tokens), wanted)
     assert_like_general_kernels(wanted, ask, 310, model_path=small, **cuts)
 
 
 def test_few_tokens_layer_by_layer(small, reference, ask):
     cuts = {"max_model_len": 320, "chunk_tokens": None, "attend_tokens": None}
-    wanted = reference(300, 3, **cuts)
+    wanted = reference(300, 2, **cuts)
     engine = offload_layerwise(model_path=small, max_model_len=320, num_kv_buffers=2, poison=True)
-    assert_same(ask(engine, 300, 3), wanted)
+    assert_same(ask(engine, 300, 2), wanted)
     assert_like_general_kernels(wanted, ask, 300, model_path=small, **cuts)
 
 
@@ -273,11 +273,11 @@ def test_few_tokens_through_one_set_of_kernels(small, ask, monkeypatch):
         from backends.engine.ops.triton_ops import TritonOps
 
         monkeypatch.setattr(engine_module, "make_ops", lambda device, dtype: TritonOps())
-    cuts = {"max_model_len": 20, "chunk_tokens": 8, "attend_tokens": None}
-    wanted = ask(gpu_only(model_path=small, **cuts), 13, 3)
-    engine = offload(model_path=small, num_gpu_blocks=3, kvcache_block_size=8, poison=True, **cuts)
-    assert_same(ask(engine, 13, 3), wanted)
-    assert_like_general_kernels(wanted, ask, 13, model_path=small, **cuts)
+    cuts = {"max_model_len": 12, "chunk_tokens": 4, "attend_tokens": None}
+    wanted = ask(gpu_only(model_path=small, **cuts), 6, 2)
+    engine = offload(model_path=small, num_gpu_blocks=3, kvcache_block_size=4, poison=True, **cuts)
+    assert_same(ask(engine, 6, 2), wanted)
+    assert_like_general_kernels(wanted, ask, 6, model_path=small, **cuts)
 
 
 @only_torch
