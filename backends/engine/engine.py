@@ -166,7 +166,7 @@ class Engine:
             try:
                 if self._context_tokens >= 3:
                     self._many(cache, sequence, (0, 0), want_logits=True, following=None)
-                self._one(cache, sequence, 0, None)
+                self._one_token(cache, sequence, 0, None)
             finally:
                 cache.release(sequence)
         if self._captures:
