@@ -147,7 +147,7 @@ def _time(ledger: Ledger, arm: str) -> str:
 
 def _memory_table(grown: Sequence[Growth]) -> str:
     titles = (f"memory after {WARM_UP_REQUESTS} requests and more", "first", "last", "largest",
-              "slope a request", "allowed growth", "flat")  # fmt: skip
+              "slope a request", "allowed growth", "in the last quarter", "flat")  # fmt: skip
     return markdown_table(
         titles,
         [
@@ -158,6 +158,7 @@ def _memory_table(grown: Sequence[Growth]) -> str:
                 human_bytes(one.largest),
                 f"{one.slope:.1f} B",
                 human_bytes(one.allowed_bytes) if one.allowed_bytes else "none, equal to the byte",
+                f"{human_bytes(one.late_bytes)} of {human_bytes(one.allowed_late_bytes)}",
                 "yes" if one.flat else "**NO**",
             )
             for one in grown

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.check.memory import (
+    GPU_RSS_BOUND_BYTES,
+    LATE_BOUND_BYTES,
     RESERVED_BOUND_BYTES,
     RSS_BOUND_BYTES,
     MemorySample,
@@ -43,10 +45,22 @@ def test_allocated_device_memory_is_equal_to_the_byte(spike, flat):
 
 def test_bounds_of_the_others_are_kept_by_every_sample():
     for over in (0, 1):
-        rss = [0, 0, RSS_BOUND_BYTES + over, 0]
+        rss = [0, 0, GPU_RSS_BOUND_BYTES + over, 0]
         reserved = [0, 0, 0, RESERVED_BOUND_BYTES + over]
         found = {one.name: one.flat for one in growths(samples(rss, [7] * 4, reserved))}
         assert found["host, resident"] == found["device, reserved"] == (not over)
+        (host,) = growths(samples([0, 0, RSS_BOUND_BYTES + over, 0]))
+        assert host.flat == (not over)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_slow_leak_shows_late_in_the_life(over):
+    """What libraries load for new shapes comes early; a leak goes on."""
+    early = [0, 0, *[40 * MIB] * 4]
+    late = [40 * MIB, 40 * MIB + LATE_BOUND_BYTES + over]
+    found = {one.name: one for one in growths(samples(early + late, [7] * 8, [9] * 8))}
+    assert found["host, resident"].late_bytes == LATE_BOUND_BYTES + over
+    assert found["host, resident"].flat == (not over)
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=3, max_size=30))
