@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from backends.base import ConfigurationError
+from backends.engine import faults
 from backends.engine.attention import Kernel, choose_kernel
 from backends.engine.cache.base import KVLayout
 from backends.engine.cache.offload import OffloadGeometry
@@ -135,13 +136,14 @@ class Blueprint:
         return buffers
 
     def passing_buffers(self) -> tuple[Buffer, ...]:
-        """Declare the room for what a kernel allocates for each call."""
+        """Declare the room for what a step allocates and gives back."""
         rows, heads = self.chunk_tokens, self.shape.heads
         log_sum_exp = Buffer("log_sum_exp", (rows, heads), torch.float32, "device", "activations")
+        tokens = Buffer("tokens", (rows,), torch.int64, "device", "activations")
         if self.kernel.writes_out:
-            return (log_sum_exp,)
+            return (log_sum_exp, tokens)
         dims = (rows, heads, self.shape.head_dim)
-        return (log_sum_exp, Buffer("output", dims, self.dtype, "device", "activations"))
+        return (log_sum_exp, tokens, Buffer("output", dims, self.dtype, "device", "activations"))
 
     def plan(self) -> MemoryPlan:
         """Return the whole plan."""
@@ -258,6 +260,8 @@ def draw(
     )
     if blueprint.geometry is not None:
         blueprint.geometry.check()
+    if settings.fault is not None:
+        faults.check(settings.fault, blueprint)
     return blueprint
 
 

@@ -129,7 +129,7 @@ def _growth(
 ) -> Growth:
     values = [value for _, value in points]
     spread = max(values) - (values[0] if allowed_bytes else min(values))
-    late = values[-(-len(values) * 3 // 4) :] or values[-1:]
+    late = values[len(values) * 3 // 4 :]
     late_bytes = max(late) - late[0]
     return Growth(
         name=name,

@@ -62,12 +62,12 @@ def test_the_plan_is_what_is_allocated(build, settings, tiny, ask, storage_bytes
     plan = described["memory_plan"]
     allocated = sum(storage_bytes())
     # Beside the plan: two rows of logits, five integers and eight frequencies. In the plan, and
-    # allocated by each call of a kernel: its output and log-sum-exp.
+    # allocated by each step: its tokens, and what a kernel returns.
     beside = 2 * 160 * 4 + 5 * 8 + 8 * 4
     passing = sum(
         one["bytes"]
         for one in plan["buffers"]
-        if one["part"] == "activations" and one["name"] in {"output", "log_sum_exp"}
+        if one["part"] == "activations" and one["name"] in {"output", "log_sum_exp", "tokens"}
     )
     assert allocated == plan["device_bytes"] + plan["host_bytes"] + beside - passing
     assert described["host_buffer_bytes"] == plan["host_bytes"]
