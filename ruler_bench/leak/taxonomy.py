@@ -55,6 +55,9 @@ SHARE_UNBROKEN = 1 / 2
 """Share that must be unbroken too where more is printed than the answer has, because long outputs
 have much in order by chance (two thirds: 13% of 15 random digits; with this: 0.3%)."""
 
+LOOP_CHARACTERS = 1 << 16
+"""Loops are looked for at the start of an output, up to this length."""
+
 _COMPARED_CHARACTERS = 128
 _COMPARED_TOKENS = 64
 
@@ -68,7 +71,9 @@ _NUMBER = re.compile(r"[0-9]+")
 _SHORT_NUMBER = re.compile(r"[0-9]{1,9}")
 _HEX = re.compile(r"[0-9a-f]+")
 _HEX_VALUE = re.compile(r"(?=[a-f-]*[0-9])[0-9a-f]+(?:-[0-9a-f]+)+")
-_LONG_VALUE = re.compile(r"[0-9]{6,}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_LONG_VALUE = re.compile(
+    r"(?<![^\W_])(?:[0-9]{6,64}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?![^\W_])"
+)
 _BLANKS = re.compile(r"\s+")
 
 
@@ -156,12 +161,12 @@ def _foreign(text: str, own: set[str], other_answers: Mapping[int, Sequence[str]
         for value in _distinct(other_answers[ordinal]):
             if value not in own and _LONG_VALUE.fullmatch(value):
                 ordinals.setdefault(value, []).append(ordinal)
-    held = [
-        f"{value}, an answer of sample {' and '.join(str(ordinal) for ordinal in places)}"
-        for value, places in ordinals.items()
-        if _holds(text, value)
-    ]
-    return "; ".join(f"holds {one}" for one in held)
+    values = dict.fromkeys(match[0] for match in _LONG_VALUE.finditer(text))
+    return "; ".join(
+        f"holds {value}, an answer of sample {' and '.join(map(str, ordinals[value]))}"
+        for value in values
+        if value in ordinals
+    )
 
 
 def _holds(text: str, value: str) -> bool:
@@ -196,7 +201,7 @@ def _counting_loop(text: str) -> Label | None:
 
 
 def _repetition_loop(text: str) -> Label | None:
-    body = _BLANKS.sub(" ", text).strip(" :.")
+    body = _BLANKS.sub(" ", text).strip(" :.")[:LOOP_CHARACTERS]
     codes = np.frombuffer(body.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     for length in range(1, min(LONGEST_PIECE, len(codes) // REPEATS) + 1):
         # Where a character equals the one `length` before it, runs of equality are loops.
@@ -316,7 +321,6 @@ def _longest_unbroken(left: str, right: str) -> int:
 def _rest(text: str, answers: list[str]) -> Label:
     if any(map(_is_value, answers)) and not any(map(str.isdigit, text)):
         return Label("no_value", "words, and no digit")
-    for token in _HYPHENATED.finditer(text):
-        if _LONG_VALUE.fullmatch(token[0]):
-            return Label("unknown_value", f"{token[0]} has the shape of a value; origin unknown")
+    if value := _LONG_VALUE.search(text):
+        return Label("unknown_value", f"{value[0]} has the shape of a value; origin unknown")
     return Label("unknown_value", "a fragment or text of unknown origin")
