@@ -6,10 +6,12 @@
 #   TORCH=torch==2.11.0        another torch than constraints.txt names
 #   TORCH_INDEX=URL            where torch's wheels come from: the page "Get started" of pytorch.org
 #                              lists one URL for CPU wheels and one for each CUDA version
+#   TEST_PROCESSES=1           how many processes share the tests; auto is one a core
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch
 TORCH_INDEX ?=
+TEST_PROCESSES ?= auto
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONSTRAINTS := $(if $(filter torch,$(TORCH)),constraints.txt,$(VENV)/constraints.txt)
@@ -36,7 +38,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache
