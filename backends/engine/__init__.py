@@ -58,7 +58,7 @@ def gpu_only(
         attention: name of the attention kernel, or "auto".
         policy: which keys prefill reads; {"name": "full"} and None mean all.
         poison: fill freed and unwritten cells with NaN, and stop at the first that is read.
-        fault: a seeded fault by name; none are known yet.
+        fault: a seeded fault by name, of `backends.engine.faults`; None is a sound engine.
         device_memory_gb: the most device memory that the process may take, in GiB (2**30 bytes),
             CUDA's own share included; None is what is free.
         host_memory_gb: CPU memory that may be taken, in GiB, instead of what is detected.

@@ -27,7 +27,7 @@ from backends.base import (
     RequestError,
 )
 from backends.digest import trace_logits
-from backends.engine import memory
+from backends.engine import faults, memory
 from backends.engine.cache.base import KVCache, OneStep, Scalars, Sequence, StepPlan
 from backends.engine.cache.offload import OffloadCache
 from backends.engine.cache.resident import ResidentCache
@@ -35,6 +35,7 @@ from backends.engine.checkpoint import CheckpointWriter
 from backends.engine.graph import CapturedParts
 from backends.engine.model import Decoder
 from backends.engine.ops import make_ops
+from backends.engine.parts import Parts, TokenInput
 from backends.engine.pinned import HostPool
 from backends.engine.plan import draw, weight_source
 from backends.engine.policy import POLICIES
@@ -113,7 +114,12 @@ class Engine:
     def _build(self, source: WeightSource) -> None:
         """Allocate every buffer that there will ever be, and warm up."""
         blueprint, settings = self._blueprint, self._settings
-        self._decoder = Decoder(blueprint.shape, source, self._device, blueprint.dtype, self._ops)
+        parts = Parts(OffloadCache, Attention, Decoder, TokenInput)
+        if settings.fault is not None:
+            parts = faults.apply(settings.fault, parts)
+        self._decoder = parts.decoder(
+            blueprint.shape, source, self._device, blueprint.dtype, self._ops
+        )
         self._work = Workspace(self._allocate(blueprint.work_buffers()))
         self._decoder.work_in(self._work)
         self._scalars = Scalars.on(self._device)
@@ -122,7 +128,7 @@ class Engine:
         self._offload: OffloadCache | None = None
         self._resident: ResidentCache | None = None
         if blueprint.geometry is not None:
-            self._offload = OffloadCache(
+            self._offload = parts.offload_cache(
                 blueprint.layout,
                 blueprint.geometry,
                 tensors,
@@ -131,9 +137,10 @@ class Engine:
             )
         if blueprint.resident_tokens:
             self._resident = ResidentCache(tensors, poisoned=settings.poison)
-        self._attention = Attention(
+        self._attention = parts.attention(
             blueprint.kernel, self._ops, self._work, poisoned=settings.poison
         )
+        self._input = parts.token_input()
         self._logits = _HostLogits(blueprint.shape.vocabulary, self._device)
         self._whole_step: CapturedParts | None = None
         self._layer_parts: CapturedParts | None = None
@@ -457,12 +464,13 @@ class Engine:
     ) -> torch.Tensor | None:
         """Run one step: the tokens that follow the sequence, through all layers."""
         if len(token_ids) == 1 and self._blueprint.decodes_by_splits:
-            return self._one_token(cache, sequence, token_ids[0], following)
+            return self._one(cache, sequence, token_ids[0], following)
         return self._many(cache, sequence, token_ids, want_logits=want_logits, following=following)
 
     def _one_token(
         self, cache: KVCache, sequence: Sequence, token: int, following: StepPlan | None
     ) -> torch.Tensor:
+        token = self._input.lay(sequence, token)
         if self._blueprint.decodes_by_splits:
             return self._one(cache, sequence, token, following)
         logits = self._many(cache, sequence, (token,), want_logits=True, following=following)

@@ -140,11 +140,6 @@ class Settings:
                 "backend.checkpoint_tensors=true has no effect without backend.checkpoint=DIR."
             )
         self._check_prefix_cache()
-        if self.fault is not None:
-            raise ConfigurationError(
-                f"backend.fault={self.fault!r}: this engine knows no seeded faults yet; leave "
-                "it null."
-            )
 
     def _check_prefix_cache(self) -> None:
         if self.offload is None or not self.offload.prefix_cache:

@@ -31,9 +31,11 @@ class CopyStreams(Protocol):
 
     Attributes:
         copied_bytes: bytes copied so far in each direction.
+        synchronise: whether everything is waited for after every copy.
     """
 
     copied_bytes: dict[Direction, int]
+    synchronise: bool
 
     def mark(self) -> Event:
         """Return the event of everything asked of the compute stream so far."""
@@ -80,7 +82,7 @@ class CudaStreams:
     def __init__(self, device: torch.device, *, synchronise: bool = False) -> None:
         self.copied_bytes: dict[Direction, int] = {"up": 0, "down": 0}
         self._device = device
-        self._synchronise = synchronise
+        self.synchronise = synchronise
         self._streams: dict[Direction, torch.cuda.Stream] = {
             "up": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             "down": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
@@ -108,9 +110,13 @@ class CudaStreams:
                 piece.target.copy_(piece.source, non_blocking=True)
         self.copied_bytes[direction] += _bytes(pieces)
         event = stream.record_event()
-        if self._synchronise:
+        if self.synchronise:
             self.drain()
         return event
+
+    def stream(self, direction: Direction) -> torch.cuda.Stream:
+        """Return a copy stream."""
+        return self._streams[direction]
 
     def wait(self, event: Event) -> None:
         """Make the compute stream wait; see `CopyStreams.wait`."""
@@ -147,7 +153,7 @@ class DeferredStreams:
 
     def __init__(self, *, synchronise: bool = False) -> None:
         self.copied_bytes: dict[Direction, int] = {"up": 0, "down": 0}
-        self._synchronise = synchronise
+        self.synchronise = synchronise
         self._queues: dict[Direction, deque[DeferredCopy]] = {"up": deque(), "down": deque()}
         self._computed = DeferredCopy("up", (), ())
         self._computed.done = True
@@ -170,7 +176,7 @@ class DeferredStreams:
                 self._perform(event)
             wipe.fill_(float("nan"))
         self._queues[direction].append(deferred)
-        if self._synchronise:
+        if self.synchronise:
             self.drain()
         return deferred
 

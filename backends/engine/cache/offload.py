@@ -187,6 +187,9 @@ class OffloadCache:
         poisoned: fill what is freed or unwritten with NaN.
     """
 
+    pool_class: type[BlockPool] = BlockPool
+    index_class: type[PrefixIndex] = PrefixIndex
+
     def __init__(
         self,
         layout: KVLayout,
@@ -202,10 +205,12 @@ class OffloadCache:
         self.block_tokens = geometry.block_tokens
         self.tail_tokens = geometry.tail_tokens
         self.poisoned = poisoned
-        self.pool = BlockPool(geometry.blocks)
+        self.pool = self.pool_class(geometry.blocks)
         self.prefixes: PrefixIndex | None = None
         if geometry.prefix_cache:
-            self.prefixes = PrefixIndex(self.pool, geometry.block_tokens, geometry.chunk_tokens)
+            self.prefixes = self.index_class(
+                self.pool, geometry.block_tokens, geometry.chunk_tokens
+            )
         self.blocks = [tensors[host_name(layer)] for layer in range(layout.layers)]
         self.slots = tensors["ring"]
         self.stages = self.slots if geometry.stages_are_slots else tensors["stages"]
@@ -422,8 +427,8 @@ class OffloadCache:
     def _load(self, sequence: Sequence, wanted: Wanted, number: int, read: Event) -> Event:
         """Copy a block's rows up to a slot, after its last reader is done; return the event."""
         slot = self.slots[number]
-        block = self.blocks[wanted.layer][sequence.block_table[wanted.index]]
-        after = [read, self.layer_downloaded[wanted.layer]]
+        block = self.blocks[wanted.layer][self._block_to_load(sequence, wanted.index)]
+        after = [read, self._downloaded(wanted.layer)]
         if self.geometry.stages_are_slots:
             after.append(self.stage_downloaded[number])
         if wanted.rows == self.block_tokens:
@@ -438,14 +443,26 @@ class OffloadCache:
             wipe=slot if self.poisoned else None,
         )
 
+    def _block_to_load(self, sequence: Sequence, index: int) -> int:
+        """Return the block of CPU memory with the rows of `index` in the block table."""
+        return sequence.block_table[index]
+
+    def _downloaded(self, layer: int) -> Event | None:
+        """Return the event of a layer's last copy down, which its loads wait for."""
+        return self.layer_downloaded[layer]
+
+    def _await_load(self, event: Event) -> None:
+        """Make the readers of a slot wait until it is loaded."""
+        self.streams.wait(event)
+
     def slot(self, layer: int, index: int) -> int:
         """Return the slot of a block that is needed now, once its load is done."""
         kept = self._kept.get((layer, index))
         if kept is not None:
-            self.streams.wait(kept.loaded)
+            self._await_load(kept.loaded)
             return kept.slot
         load = self._load_of[layer, index]
-        self.streams.wait(self._loaded[load])
+        self._await_load(self._loaded[load])
         return self._ring.slot_of(load)
 
     def done_with(self, layer: int, index: int) -> None:

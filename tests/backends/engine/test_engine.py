@@ -420,7 +420,7 @@ def test_auto_keeps_on_the_device_what_the_ring_would_hold(tiny):
         ({"checkpoint": ""}, r"checkpoint='': allowed are a folder and null"),
         ({"timeline": 3}, r"timeline=3: allowed are a folder and null"),
         ({"checkpoint_tensors": True}, r"no effect without backend\.checkpoint=DIR"),
-        ({"fault": "torn_slot"}, r"fault='torn_slot': this engine knows no seeded faults"),
+        ({"fault": "torn_slot"}, r"fault=torn_slot: unknown\..*Allowed: cpu_kv_read"),
     ],
 )
 def test_settings_that_cannot_be_honoured(settings, message, tiny, monkeypatch):
