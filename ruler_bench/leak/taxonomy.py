@@ -203,12 +203,14 @@ def _counting_loop(text: str) -> Label | None:
 def _repetition_loop(text: str) -> Label | None:
     body = _BLANKS.sub(" ", text).strip(" :.")[:LOOP_CHARACTERS]
     codes = np.frombuffer(body.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    for length in range(1, min(LONGEST_PIECE, len(codes) // REPEATS) + 1):
+    for length in range(1, min(LONGEST_PIECE, len(codes) // 2) + 1):
         # Where a character equals the one `length` before it, runs of equality are loops.
         edges = np.flatnonzero(
             np.diff(codes[length:] == codes[:-length], prepend=False, append=False)
         )
         starts, ends = edges[::2], edges[1::2] + length
+        # The last copy may lack what would part it from the next.
+        ends[ends == len(codes)] += _leading_separators(body[-length:])
         loops = ends - starts >= max(REPEATS * length, SHORTEST_LOOP)
         covered = min(int((ends - starts)[loops].sum()), len(codes))
         if 2 * covered >= len(codes) and loops.any():
@@ -218,6 +220,11 @@ def _repetition_loop(text: str) -> Label | None:
                 "repetition_loop", f"{piece!r} in a row; loops fill {covered} of {len(codes)}"
             )
     return None
+
+
+def _leading_separators(text: str) -> int:
+    letter = _ALPHANUMERIC.search(text)
+    return letter.start() if letter else 0
 
 
 def _other_key_value(text: str, in_context: list[str]) -> Label | None:
