@@ -28,9 +28,15 @@ class TorchForOneToken(TorchOps):
     name = "triton"
 
 
-@pytest.fixture(params=[TorchOps, TorchForOneToken], ids=["general", "one token"], autouse=True)
-def _ops(request, monkeypatch):
-    monkeypatch.setattr(engine_module, "make_ops", lambda device, dtype: request.param())
+@pytest.fixture(autouse=True)
+def ops(request, monkeypatch):
+    chosen = getattr(request, "param", TorchOps)
+    monkeypatch.setattr(engine_module, "make_ops", lambda device, dtype: chosen())
+
+
+both_ways = pytest.mark.parametrize(
+    "ops", [TorchOps, TorchForOneToken], ids=["general", "one token"], indirect=True
+)
 
 
 @pytest.fixture(params=PRESETS)
@@ -114,6 +120,7 @@ def assert_as_new(engine, name, fresh, ask):
     return check
 
 
+@both_ways
 @pytest.mark.parametrize(
     "moment",
     [(0, 0), (0, 1), (PROMPT, 0), (PROMPT + 5, 1)],
@@ -128,6 +135,7 @@ def test_it_stops_before_its_next_layer(moment, engine, ask, meanwhile, assert_a
     assert_as_new()
 
 
+@both_ways
 @pytest.mark.parametrize("name", ["offload"])
 def test_a_later_chunk_of_a_prompt_is_not_begun(engine, ask, meanwhile, assert_as_new):
     meanwhile(24, LAYERS - 1, lambda: engine.cancel(7))
@@ -137,6 +145,7 @@ def test_a_later_chunk_of_a_prompt_is_not_begun(engine, ask, meanwhile, assert_a
     assert_as_new()
 
 
+@both_ways
 def test_once_its_last_layer_has_begun_it_is_answered(engine, ask, meanwhile, assert_as_new):
     last = PROMPT + NEW - 2  # the last new token is not fed back
     meanwhile(last, LAYERS - 1, lambda: engine.cancel(7))

@@ -99,7 +99,7 @@ def build(tiny, block, slots, **settings):
 def test_kept_blocks_are_not_copied_again(block, slots, tiny, plain, ask):
     engine = build(tiny, block, slots, poison=True)
     span_blocks = 2 if block == 20 else 1  # spans of 8 tokens cross blocks of 20
-    for tokens, new_tokens in ((97, 12), (60, 30), (150, 1), (25, 18)):
+    for tokens, new_tokens in ((97, 12), (60, 20), (150, 1)):
         got, wanted = ask(engine, tokens, new_tokens), ask(plain, tokens, new_tokens)
         assert got.logits_digest == wanted.logits_digest
         up, down = needed_rows(

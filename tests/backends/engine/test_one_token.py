@@ -245,7 +245,7 @@ def test_poison_names_request_layer_and_slot(block, place, small, ask, monkeypat
 
 @pytest.mark.parametrize(
     ("block", "slots", "chunk", "new_tokens"),
-    [(256, 2, 256, 3), (100, 4, None, 2)],
+    [(256, 2, 256, 2), (100, 4, None, 3)],
     ids=["blocks of whole splits", "gathered spans"],
 )
 def test_few_tokens_offloaded(request, block, slots, chunk, new_tokens):

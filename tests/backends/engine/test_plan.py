@@ -163,9 +163,11 @@ def total_bytes(build, **settings):
     ],
     ids=["gpu_only", "gpu_only, in spans", "layerwise", "offload, whole prompts"],
 )
-def test_the_longest_context_that_the_refusal_names_is_the_longest(build, settings, tiny, ask):
+@pytest.mark.parametrize("fits", [270, 271])
+def test_the_longest_context_that_the_refusal_names_is_the_longest(request, build, settings, fits):
+    tiny, ask = map(request.getfixturevalue, ("tiny", "ask"))
     settings = {"model_path": str(tiny)} | settings
-    there = total_bytes(build, max_model_len=300, **settings) - 1
+    there = total_bytes(build, max_model_len=fits, **settings)
     settings["host_memory_gb"] = gib(there)
     text = refusal(build, max_model_len=512, **settings)
     need = total_bytes(build, max_model_len=512, **settings | {"host_memory_gb": 1})
@@ -173,7 +175,7 @@ def test_the_longest_context_that_the_refusal_names_is_the_longest(build, settin
         assert f"{nbytes / 2**20:.2f} MiB" in text
     assert f"backend.host_memory_gb={gib(there)}" in text
     longest = advised(text, "max_model_len")
-    assert 200 < longest < 300
+    assert longest == fits
     engine = build(max_model_len=longest, **settings)
     assert len(ask(engine, longest - 2, 2).token_ids) == 2
     refusal(build, max_model_len=longest + 1, **settings)
