@@ -68,7 +68,7 @@ class Fault:
     source: str
     kind: Kind
     expected: Verdict
-    settings: tuple[str, ...]
+    settings: list[str]
     parts: Mapping[str, Any]
     needs: tuple[Need, ...] = ()
     arm: str | None = None
@@ -146,18 +146,18 @@ SHORT_TAIL = Need(
     lambda drawn: drawn.geometry is not None and drawn.geometry.tail_tokens <= SHORT_TAIL_TOKENS,
 )
 
-TWO_SLOTS = ("backend=offload", "backend.num_gpu_blocks=2")
-SMALL_BLOCKS = (
+TWO_SLOTS = ["backend=offload", "backend.num_gpu_blocks=2"]
+SMALL_BLOCKS = [
     "backend=offload",
     "backend.kvcache_block_size=8",
     "backend.attend_tokens=512",
     "backend.num_gpu_blocks=66",
-)
+]
 
 FAULTS: Mapping[str, Fault] = {
     "cpu_kv_read_past_length": Fault(
         "Blocks in CPU memory that earlier requests filled are read past the end of the chunk.",
-        "vllm#42019",
+        "GeeeekExplorer/nano-vllm#213",
         "A",
         "leak",
         TWO_SLOTS,
@@ -166,58 +166,58 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "decode_buffer_kept": Fault(
         "The buffer of new tokens still counts the rows of the last answer.",
-        "vllm#29436",
+        "vllm-project/vllm#29436",
         "A",
         "leak",
-        ("backend=offload",),
+        ["backend=offload"],
         {"offload_cache": requests.KeepsDecodeRows},
         (OFFLOAD,),
     ),
     "tracked_by_id": Fault(
         "Where an answer starts is kept in a dictionary by id() of the request, and never removed.",
-        "vllm#42019",
+        "vllm-project/vllm#42019",
         "A",
         "leak",
-        ("backend=offload",),
+        ["backend=offload"],
         {"offload_cache": requests.TracksById},
         (OFFLOAD,),
     ),
     "stale_block_table": Fault(
         "Freed blocks are handed out again while loads still go by an earlier request's table.",
-        "nano-vllm#163",
+        "GeeeekExplorer/nano-vllm#163",
         "B",
         "leak",
-        ("backend=offload",),
+        ["backend=offload"],
         {"offload_cache": blocks.KeepsTable},
         (OFFLOAD, BLOCKS),
     ),
     "truncated_prefix_hash": Fault(
         "A prefix is matched by a hash of the first tokens of each block, and not confirmed.",
-        "nano-vllm#199",
+        "waybarrios/vllm-mlx#444",
         "B",
         "leak",
-        (
+        [
             "backend=offload",
             "backend.prefix_cache=true",
             "backend.prefix_cache_tokens=8192",
             "backend.chunk_tokens=512",
-        ),
+        ],
         {"offload_cache": blocks.MatchesByHash},
         (OFFLOAD, PREFIXES),
     ),
     "double_free_after_cancel": Fault(
         "A cancelled request frees its blocks twice, so that a later one is given a block twice.",
-        "SGLang#23392",
+        "sgl-project/sglang#23392",
         "F",
         "leak",
-        ("backend=offload",),
+        ["backend=offload"],
         {"offload_cache": blocks.FreesTwice},
         (OFFLOAD, BLOCKS, NO_PREFIXES),
         arm="cancel",
     ),
     "slot_loaded_while_read": Fault(
         "A slot is loaded anew before its reader is done.",
-        "vllm#31210",
+        "vllm-project/vllm#47282",
         "C",
         "race",
         TWO_SLOTS,
@@ -226,7 +226,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "slot_read_before_load": Fault(
         "A slot is read before its load is done.",
-        "LMCache#4385",
+        "LMCache/LMCache#4385",
         "C",
         "race",
         TWO_SLOTS,
@@ -235,7 +235,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "download_read_early": Fault(
         "A block is loaded before the copy that brings it down is done.",
-        "TensorRT-LLM#8813",
+        "vllm-project/vllm#45704",
         "C",
         "race",
         TWO_SLOTS,
@@ -244,43 +244,43 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "partial_block_copied_whole": Fault(
         "A chunk that begins within a block is copied over the whole block.",
-        "vllm#26042",
+        "vllm-project/vllm#36580",
         "D",
         "engine_fault",
-        ("backend=offload", "backend.chunk_tokens=768"),
+        ["backend=offload", "backend.chunk_tokens=768"],
         {"offload_cache": edges.CopiesWholeBlocks},
         (OFFLOAD, CHUNKS, BEGUN_BLOCKS),
     ),
     "positions_restart_each_chunk": Fault(
         "Positions are counted from 0 in every chunk of a prompt.",
-        "nano-vllm#218",
+        "huggingface/transformers#43082",
         "D",
         "engine_fault",
-        ("backend=offload",),
+        ["backend=offload"],
         {"decoder": edges.RestartsPositions},
         (CHUNKS,),
     ),
     "block_dropped_at_exact_multiple": Fault(
         "The last block of the history is left out where it is exactly full.",
-        "transformers#30400",
+        "vllm-project/vllm#7380",
         "D",
         "engine_fault",
-        ("backend=offload",),
+        ["backend=offload"],
         {"offload_cache": edges.DropsLastSpan},
         (OFFLOAD, CHUNKS, FILLED_BLOCKS),
     ),
     "accumulator_not_rescaled": Fault(
         "Partial results of attention are merged without rescaling the earlier ones.",
-        "vllm#36580",
+        "sgl-project/sglang#40903",
         "D",
         "engine_fault",
-        ("backend=offload",),
+        ["backend=offload"],
         {"attention": edges.KeepsOldScale},
         (MERGES,),
     ),
     "ring_overflow_at_last_token": Fault(
         "The buffer of new tokens is a row short: the token that fills it lands on the first row.",
-        "vllm#36580",
+        "huggingface/transformers#37574",
         "D",
         "engine_fault",
         SMALL_BLOCKS,
@@ -289,18 +289,18 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "stale_decode_input": Fault(
         "The first step of an answer runs before its static input is filled.",
-        "nano-vllm#175",
+        "GeeeekExplorer/nano-vllm#175",
         "G",
         "leak",
-        ("backend=offload",),
+        ["backend=offload"],
         {"token_input": requests.KeepsInput},
     ),
     "block_lost_each_request": Fault(
         "Each request gives back a block too few; when they run out, one serves several times.",
-        "nano-vllm#219",
+        "vllm-project/vllm#37076",
         "A",
         "leak",
-        ("backend=offload", "backend.max_model_len=16384"),
+        ["backend=offload", "backend.max_model_len=16384"],
         {"offload_cache": blocks.LosesBlocks},
         (OFFLOAD, BLOCKS, NO_PREFIXES),
         arm="aged",
