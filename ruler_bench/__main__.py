@@ -70,7 +70,7 @@ def job(config: DictConfig) -> JobResult:
             result.errors += refused(error).errors
             result.status = USAGE_ERROR
             continue
-        runs.append(outcome.run)
+        runs += outcome.runs
         result.cells.append(CellRef(str(cell.folder), cell.ordinals))
         result.status = worst([result.status, outcome.status])
         if outcome.status == INTERRUPTED:
@@ -79,6 +79,8 @@ def job(config: DictConfig) -> JobResult:
         print(terminal_table(runs))
         for line in failures_summary(runs):
             print(line)
+    if config.note and runs:
+        print(config.note)
     for one in result.cells:
         print(f"Records and report: {one.folder}")
     if result.status == INTERRUPTED:
@@ -106,11 +108,11 @@ def _sweep() -> int:
 
 def _join(folder: Path, results: list[JobResult]) -> None:
     """Print and write one table of the samples that each job asked for, then what failed."""
-    from ruler_bench.journal import read_run  # noqa: PLC0415
+    from ruler_bench.journal import by_arm, read_run  # noqa: PLC0415
     from ruler_bench.report import failures_summary, terminal_table, write_reports  # noqa: PLC0415
 
     read = [read_run(Path(one.folder), one.ordinals) for result in results for one in result.cells]
-    runs = [run for run in read if run is not None]
+    runs = [run for one in read if one is not None for run in by_arm(one)]
     if runs:
         write_reports(folder, runs)
         print("All runs of the sweep:")

@@ -229,7 +229,7 @@ def _check_values(arguments: list[str]) -> None:
             _check_choices(key, value)
 
 
-GROUPS = ("task", "backend", "model", "experiment")
+GROUPS = ("task", "backend", "model", "experiment", "fresh")
 _CHOICES = re.compile(r"[A-Za-z_][\w-]*(,[A-Za-z_][\w-]*)*")
 
 

@@ -18,17 +18,35 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ruler_bench.errors import UsageError, unknown_name
+from ruler_bench.leak.arms import REFERENCE, SPELLINGS, kind_of
 from ruler_bench.tasks import TaskSpec
 
-ARMS = ("persistent",)
 MAX_SEED = 2**32 - 1
 PACKAGED_PREFIX = "package:"
 GROUPS_IN_FOLDER_NAME = ("task", "backend", "model", "length")
 KEYS_WITHOUT_RESULTS = frozenset(
-    {"num_samples", "indices", "threads", "device", "workers", "overwrite", "out", "dry_run"}
+    {
+        "num_samples",
+        "indices",
+        "threads",
+        "device",
+        "workers",
+        "overwrite",
+        "out",
+        "dry_run",
+        "arms",
+        "fresh.on",
+        "fresh.audit",
+        "fresh.start",
+        "stop_on",
+        "timeout_seconds",
+        "note",
+    }
 )
+"""Keys that may differ where a folder goes on: more samples, more arms, how they are run."""
 ENGINE_TARGETS = "backends.engine."
 ENGINE_KEYS_WITHOUT_RESULTS = frozenset({"device_memory_gb", "host_memory_gb", "memory_plan"})
 """Of our engine: what decides whether it can run, and neither its answers nor their times.
@@ -61,6 +79,12 @@ class RunConfig(DataConfig):
     device: str = "auto"
     threads: int | None = None
     arms: list[str] = field(default_factory=lambda: ["persistent"])
+    reference: Any = None
+    fresh: Any = MISSING
+    workers: int = 1
+    timeout_seconds: float = 3600.0
+    stop_on: str | None = None
+    note: str | None = None
     out: str | None = None
     overwrite: bool = False
     dry_run: bool = False
@@ -87,6 +111,59 @@ def config_dir() -> Path:
 
 
 @dataclass(frozen=True)
+class NamedBackend:
+    """A composed backend configuration, `_target_` included, and its name."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+FRESH_ENGINES = ("process", "inprocess")
+FRESH_STARTS = ("forkserver", "spawn")
+FRESH_ON = ("all", "suspects")
+STOP_ON = ("leak",)
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """How the arms with an engine for each request are run; a file of configs/fresh.
+
+    Attributes:
+        engine: "process" or "inprocess".
+        start: of processes: "forkserver" or "spawn".
+        on: "all" samples, or "suspects": what the other arms got wrong or disagree about.
+        audit: with suspects, so many samples more, drawn by the seed.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+
+    engine: str = "process"
+    start: str | None = "forkserver"
+    on: str = "all"
+    audit: int = 0
+
+    def __post_init__(self) -> None:
+        if self.engine not in FRESH_ENGINES:
+            raise unknown_name("fresh.engine", str(self.engine), FRESH_ENGINES)
+        if self.engine == "process" and self.start not in FRESH_STARTS:
+            raise unknown_name("fresh.start", str(self.start), FRESH_STARTS)
+        if self.engine == "inprocess" and self.start is not None:
+            raise UsageError(
+                f"fresh.start={self.start}: with fresh=inprocess no process is started; leave it "
+                "out, or use fresh=process."
+            )
+        if self.on not in FRESH_ON:
+            raise unknown_name("fresh.on", str(self.on), FRESH_ON)
+        check_int("fresh.audit", self.audit, 0, MAX_ORDINAL + 1)
+        if self.audit and self.on == "all":
+            raise UsageError(
+                f"fresh.audit={self.audit}: with fresh.on=all every sample is asked anyway; add "
+                "fresh.on=suspects, or leave it out."
+            )
+
+
+@dataclass(frozen=True)
 class Cell:
     """One run: a task at one length on one backend, in its own folder.
 
@@ -105,6 +182,13 @@ class Cell:
         threads: CPU threads of the engine.
         arms: streams to run.
         folder: where the results go.
+        references: backends of the arm reference, the first that can load the model is used.
+        fresh: how the arms with an engine for each request are run.
+        workers: how many of these engines are alive at a time.
+        timeout_seconds: how long an engine in a process of its own may take to start, or for one
+            request.
+        stop_on: None, or "leak": stop when two arms contradict each other.
+        note: what is said with the table.
     """
 
     task: TaskSpec
@@ -122,6 +206,12 @@ class Cell:
     threads: int
     arms: tuple[str, ...]
     folder: Path
+    references: tuple[NamedBackend, ...] = ()
+    fresh: Fresh = field(default_factory=Fresh)
+    workers: int = 1
+    timeout_seconds: float = 3600.0
+    stop_on: str | None = None
+    note: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the results, as plain JSON values, for the manifest and for resume.
@@ -243,6 +333,7 @@ def parse_ordinals(indices: Any, num_samples: int) -> tuple[int, ...]:
 
 MAX_ORDINAL = 999_999
 MAX_THREADS = 1024
+MAX_TIMEOUT_SECONDS = 1_000_000
 MAX_LENGTH = 1 << 24  # keeps a slip of the keyboard from filling memory with one sample
 
 
@@ -280,13 +371,31 @@ def _shown(value: Any) -> str:
 def check_arms(arms: Sequence[str]) -> tuple[str, ...]:
     """Return the arms, each known and named once."""
     if not arms:
-        raise UsageError(f"arms=[]: names no arm. Allowed: {', '.join(ARMS)}.")
+        raise UsageError(f"arms=[]: names no arm. Allowed: {', '.join(sorted(SPELLINGS))}.")
     for arm in arms:
-        if arm not in ARMS:
-            raise unknown_name("arm", arm, ARMS)
+        kind_of(arm)
     if len(set(arms)) != len(arms):
         raise UsageError(f"arms={_shown(list(arms))}: names an arm twice.")
     return tuple(arms)
+
+
+def check_fresh(fresh: Fresh, arms: Sequence[str], workers: int) -> None:
+    """Check how the arms with an engine for each request are to be run.
+
+    Raises:
+        UsageError: there are no suspects without other arms, or no workers without processes.
+    """
+    check_int("workers", workers, 1, MAX_THREADS)
+    if workers > 1 and fresh.engine == "inprocess":
+        raise UsageError(
+            f"workers={workers}: with fresh=inprocess one engine lives at a time; use workers=1, "
+            "or fresh=process."
+        )
+    if fresh.on == "suspects" and all(kind_of(arm).is_fresh for arm in arms):
+        raise UsageError(
+            f"fresh.on=suspects: arms={_shown(list(arms))} names no arm that could find suspects; "
+            "add persistent, or use fresh.on=all."
+        )
 
 
 def resolve_device(device: str) -> str:
@@ -421,6 +530,15 @@ def cells(
     path = model_path(config)
     tokenizer = tokenizer_name(config)
     device = resolve_device(config.device)
+    fresh = _fresh(config)
+    check_fresh(fresh, arms, config.workers)
+    if not 0 < config.timeout_seconds <= MAX_TIMEOUT_SECONDS:
+        raise UsageError(
+            f"timeout_seconds={config.timeout_seconds:g}: out of range; must be above 0 and at "
+            f"most {MAX_TIMEOUT_SECONDS}."
+        )
+    if config.stop_on is not None and config.stop_on not in STOP_ON:
+        raise unknown_name("stop_on", config.stop_on, STOP_ON)
     folder = _result_folder(config, choices, overrides, lengths, swept)
     return [
         Cell(
@@ -439,9 +557,44 @@ def cells(
             threads=threads,
             arms=arms,
             folder=folder if len(lengths) == 1 else folder / str(length),
+            references=_references(config, choices) if REFERENCE in arms else (),
+            fresh=fresh,
+            workers=config.workers,
+            timeout_seconds=config.timeout_seconds,
+            stop_on=config.stop_on,
+            note=config.note,
         )
         for length in lengths
     ]
+
+
+def _fresh(config: DictConfig) -> Fresh:
+    values: dict[str, Any] = _plain(config.fresh)
+    names = [one.name for one in dataclasses.fields(Fresh)]
+    for key in values:
+        if key not in names:
+            raise unknown_name("key", f"fresh.{key}", [f"fresh.{name}" for name in names])
+    return Fresh(**values)
+
+
+DEFAULT_REFERENCES = ("hf", "gpu_only")
+
+
+def _references(config: DictConfig, choices: dict[str, str]) -> tuple[NamedBackend, ...]:
+    """Return the backends for the arm reference: the user's, else hf and after it gpu_only."""
+    if config.reference is not None:
+        return (NamedBackend(choices["backend@reference"], _plain(config.reference)),)
+    return tuple(NamedBackend(name, _default_backend(name)) for name in DEFAULT_REFERENCES)
+
+
+def _default_backend(name: str) -> dict[str, Any]:
+    """Return a backend's file as it stands; a policy is left to the backend's own default."""
+    path = config_dir() / "backend" / f"{name}.yaml"
+    try:
+        values: dict[str, Any] = _plain(OmegaConf.load(path))
+    except (OSError, OmegaConfBaseException) as error:
+        raise UsageError(f"{path} cannot be read; choose backend@reference=NAME.") from error
+    return {key: value for key, value in values.items() if key != "defaults"}
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
@@ -13,6 +14,7 @@ from omegaconf import MISSING
 
 from backends.base import HARNESS_ARGUMENTS, Backend, ConfigurationError
 from ruler_bench.errors import UsageError, one_line, unknown_name
+from ruler_bench.leak.arms import CANCEL, kind_of, swept_setting
 
 TARGET = "_target_"
 OWN_KEYS = {"model_path": "model.path", "device": "device", "threads": "threads"}
@@ -196,3 +198,65 @@ def memory_plan(settings: dict[str, Any], harness: dict[str, Any]) -> list[str] 
             f"backend._target_={settings[TARGET]}: its {PLAN} failed ({type(error).__name__}: "
             f"{one_line(error)})."
         ) from error
+
+
+def described(backend: Backend) -> dict[str, Any]:
+    """Return an engine's settings in force.
+
+    Raises:
+        UsageError: they are no plain JSON object, which the manifest could not hold.
+    """
+    found = backend.describe()
+    try:
+        plain = json.loads(json.dumps(found, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the engine's describe() returned values that JSON does not have ({one_line(error)}); "
+            "return numbers, text, lists and dicts."
+        ) from error
+    if not isinstance(plain, dict):
+        raise UsageError(f"the engine's describe() returned {type(found).__name__}, not a dict.")
+    return plain
+
+
+# --- what an arm asks of a backend --------------------------------------------------------------
+
+
+def settings_of_arm(arm: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the backend settings of an arm: those of a sweep's arm have another value in one.
+
+    Raises:
+        UsageError: the backend has no such setting.
+    """
+    swept = swept_setting(arm)
+    if swept is None:
+        return settings
+    keys, value = swept
+    names = inspect.signature(checked_factory(settings)).parameters
+    key = next((one for one in keys if one in names), None)
+    if key is None:
+        raise UsageError(
+            f"arm {arm}: {settings[TARGET]} has no setting {' or '.join(keys)}; leave the arm out."
+        )
+    return settings | {key: value}
+
+
+def check_arm(arm: str, settings: dict[str, Any]) -> None:
+    """Refuse an arm that a backend cannot do, as far as that shows before it is built.
+
+    Raises:
+        UsageError: names the arm and what the backend lacks.
+    """
+    settings_of_arm(arm, settings)
+    factory = checked_factory(settings)
+    can_cancel = not inspect.isclass(factory) or callable(getattr(factory, "cancel", None))
+    if CANCEL in kind_of(arm).actions and not can_cancel:
+        raise cannot_cancel(str(settings[TARGET]))
+
+
+def cannot_cancel(target: str) -> UsageError:
+    """Return the error of the arm cancel with a backend that has no such method."""
+    return UsageError(
+        f"arm cancel: {target} has no method cancel(request_id), which would end a request from "
+        "another thread; leave the arm out."
+    )

@@ -7,12 +7,12 @@ import hashlib
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ruler_bench import device, manifest, model_files
 from ruler_bench.config import (
-    ARMS,
     Cell,
     as_indices,
     backend_keys_without_results,
@@ -20,6 +20,8 @@ from ruler_bench.config import (
     shareable,
 )
 from ruler_bench.errors import UsageError
+from ruler_bench.leak.arms import REFERENCE, Arm, arms_of, in_running_order, swept_setting
+from ruler_bench.questions import Questions
 from ruler_bench.records import (
     Record,
     RecordingError,
@@ -29,7 +31,13 @@ from ruler_bench.records import (
 )
 from ruler_bench.report import Run
 from ruler_bench.score import score
-from ruler_bench.tasks import DataSpec, Question, Sample
+from ruler_bench.streams import Step, Stream
+from ruler_bench.tasks import DataSpec, Sample
+
+OTHER_LENGTHS = ("length_mix", "boundary", REFERENCE)
+"""Arms that also ask prompts of other lengths."""
+OTHER_SETTINGS = (REFERENCE,)
+"""Arms whose engines are not of the run's backend as it was asked for."""
 
 
 class Journal:
@@ -41,6 +49,7 @@ class Journal:
         self.folder = folder
         self._config = cell.settings()
         self._quiet = backend_keys_without_results(cell.backend_settings)
+        self._begun: dict[str, dict[str, Any]] = {}
         self._overwrite = overwrite
         self._model_names = {str(model): portable_path(cell.model_path)}
         self._records_path = folder / manifest.RECORDS
@@ -97,6 +106,7 @@ class Journal:
             "started": manifest.now(),
             "finished": None,
             "indices": as_indices(cell.ordinals),
+            "arms": {},
             "lives": [],
         }
 
@@ -118,18 +128,42 @@ class Journal:
         """Whether the folder still has the run that is to be overwritten: no engine has started."""
         return self._overwrite
 
+    @property
+    def records(self) -> list[Record]:
+        """The records of the folder, the last for each step."""
+        return list(self._records)
+
+    def arms(self) -> dict[str, Arm]:
+        """Return the arms that ran, by name."""
+        return arms_of(self.manifest)
+
     def finished(self, arm: str) -> list[Record]:
         """Return the arm's finished samples; those that failed are run again."""
         return [one for one in self._records if one.arm == arm and one.error is None]
 
-    def verify(self, questions: Sequence[Question], cell: Cell) -> None:
-        """Check every record against the sample that it says it is about.
+    def verify(self, streams: Sequence[Stream], questions: Questions, cell: Cell) -> None:
+        """Check every record against the request that it says it is about.
+
+        Args:
+            streams: of every arm that has records, for the ordinals that were asked.
+            questions: of the steps that were made.
+            cell: the run.
 
         Raises:
             UsageError: names the ordinal and the field that does not belong to this run.
         """
+        steps = {(one.arm, step.step): step for one in streams for step in one.steps}
+        known = {"persistent", *self.manifest.get("arms", {})}
         for record in self._records:
-            field = self._foreign_field(record, questions, cell)
+            field = None
+            if record.task != cell.task.name:
+                field = "task"
+            elif record.arm not in known:
+                field = "arm"
+            elif (step := steps.get((record.arm, record.step))) is not None:
+                field = self._foreign_field(record, step, questions, cell)
+            elif record.ordinal in cell.ordinals:
+                field = "step"
             if field is not None:
                 raise UsageError(
                     f"{self._records_path}: the record of arm {record.arm}, step {record.step} "
@@ -138,50 +172,58 @@ class Journal:
                 )
 
     def _foreign_field(
-        self, record: Record, questions: Sequence[Question], cell: Cell
+        self, record: Record, step: Step, questions: Questions, cell: Cell
     ) -> str | None:
-        expected = {"task": cell.task.name, "length": cell.length, "step": record.ordinal}
-        if record.arm not in ARMS:
-            return "arm"
-        if record.ordinal < len(questions):
-            sample = questions[record.ordinal].sample
+        expected: dict[str, Any] = {"ordinal": step.ordinal}
+        if questions.knows(step):
+            asked = questions.asked(step)
+            sample = asked.question.sample
             expected |= {
+                "length": asked.length,
                 "expected": sample.outputs,
                 "prompt_sha256": prompt_hash(sample),
             }
-            if record.error is None:
+            if record.error is None and asked.scored:
                 points = score(cell.task.metric, record.output or "", sample.outputs)
                 expected |= {"score": points, "correct": points == 100}
+            elif record.error is None:
+                expected |= {"score": None, "correct": None}
         return next((key for key, one in expected.items() if getattr(record, key) != one), None)
 
-    def begin_life(self, arm: str, settings: dict[str, Any]) -> int:
+    def begin_life(self, arm: Arm, settings: dict[str, Any] | None, start_seconds: float) -> int:
         """Note a new engine in the manifest and return its number within the arm, from 1.
+
+        Of an arm with an engine for each request, the manifest has one entry for all engines of
+        one command, written with the first and at the end of the run.
+
+        Args:
+            arm: with the backend's name; its settings are filled in.
+            settings: in force; None where the engine never told.
+            start_seconds: how long it took to build.
 
         Raises:
             UsageError: its settings in force differ from those of the engines before it.
             RecordingError: the manifest cannot be written.
         """
-        described = {
-            # The folder that the harness resolved is the user's model by another name.
-            key: self._model_names.get(value, value) if isinstance(value, str) else value
-            for key, value in settings.items()
+        if settings is not None:
+            self._note_arm(arm, settings)
+        life = 1 + self._last_life(arm.name)
+        entry = self._begun.get(arm.name)
+        if entry is not None and arm.is_fresh:
+            entry["engines"] += 1
+            entry["start_seconds"] += start_seconds
+            return life
+        entry = {
+            "arm": arm.name,
+            "life": life,
+            "engines": 1,
+            "start_seconds": start_seconds,
+            "started": manifest.now(),
+            "versions": manifest.versions(),
+            "command": manifest.command(),
         }
-        in_force = shareable(described)
-        if self.manifest["backend_in_force"] is not None:
-            held = {"backend_in_force": self.manifest["backend_in_force"]}
-            asked = {"backend_in_force": in_force}
-            manifest.check_same(self.folder, self._decisive(held), self._decisive(asked))
-        self.manifest |= {"config": self._config, "backend_in_force": in_force}
-        life: int = 1 + sum(one["arm"] == arm for one in self.manifest["lives"])
-        self.manifest["lives"].append(
-            {
-                "arm": arm,
-                "life": life,
-                "started": manifest.now(),
-                "versions": manifest.versions(),
-                "command": manifest.command(),
-            }
-        )
+        self._begun[arm.name] = entry
+        self.manifest["lives"].append(entry)
         try:
             if self._overwrite:
                 manifest.empty(self.folder)
@@ -193,6 +235,43 @@ class Journal:
                 "run; make room and run the same command again."
             ) from error
         return life
+
+    def _last_life(self, arm: str) -> int:
+        """Return the number of the arm's last engine, 0 where it had none."""
+        noted: list[int] = [
+            one.get("life", 1) + one.get("engines", 1) - 1
+            for one in self.manifest["lives"]
+            if one["arm"] == arm
+        ]
+        recorded = [one.life for one in self._records if one.arm == arm]
+        return max([0, *noted, *recorded])
+
+    def _note_arm(self, arm: Arm, settings: dict[str, Any]) -> None:
+        described = {
+            # The folder that the harness resolved is the user's model by another name.
+            key: self._model_names.get(value, value) if isinstance(value, str) else value
+            for key, value in settings.items()
+        }
+        in_force = shareable(described)
+        entry = replace(arm, settings=in_force).to_manifest()
+        held = self.manifest.setdefault("arms", {}).get(arm.name)
+        if held is not None:
+            there, here = ({"arms": {arm.name: self._arm_kept(one)}} for one in (held, entry))
+            manifest.check_same(self.folder, there, here)
+        if arm.name not in OTHER_SETTINGS and swept_setting(arm.name) is None:
+            if self.manifest["backend_in_force"] is not None:
+                before = {"backend_in_force": self.manifest["backend_in_force"]}
+                asked = {"backend_in_force": in_force}
+                manifest.check_same(self.folder, self._decisive(before), self._decisive(asked))
+            self.manifest |= {"config": self._config, "backend_in_force": in_force}
+        self.manifest["arms"][arm.name] = entry
+
+    def _arm_kept(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return entry | {"settings": self._kept(entry["settings"])}
+
+    def note(self, key: str, value: Any) -> None:
+        """Put something into the manifest; it is written with the next engine or at the end."""
+        self.manifest[key] = value
 
     def append(self, record: Record) -> None:
         """Put a record on disk.
@@ -211,28 +290,26 @@ class Journal:
         """Where tracebacks are kept; records have one line only."""
         return self.folder / manifest.ERROR_LOG
 
-    def log_error(self, where: str) -> None:
-        """Keep the traceback of the error in hand."""
+    def log_error(self, where: str, text: str | None = None) -> None:
+        """Keep a traceback: this text, else that of the error in hand."""
         # On a full disk the record's line still says what happened.
         with (
             contextlib.suppress(OSError),
             self.error_log.open("a", encoding="utf-8", errors="backslashreplace") as file,
         ):
-            file.write(f"{manifest.now()} {where}\n{traceback.format_exc()}\n")
+            file.write(f"{manifest.now()} {where}\n{text or traceback.format_exc()}\n")
 
-    def close(self, ordinals: Sequence[int]) -> Run:
-        """Close the record file and return the records of the samples that were asked for."""
+    def close(self, streams: Sequence[Stream], ordinals: Sequence[int]) -> list[Run]:
+        """Close the record file and return the records that were asked for, one Run an arm."""
         self._writer.close()
-        chosen = set(ordinals)
-        records = [one for one in self._records if one.ordinal in chosen]
-        complete = {one.ordinal for one in records} == chosen
+        asked = {(one.arm, step.step) for one in streams for step in one.steps}
+        records = [one for one in self._records if (one.arm, one.step) in asked]
+        complete = {(one.arm, one.step) for one in records} == asked
         self.manifest |= {
             "indices": as_indices(ordinals),
             "finished": manifest.now() if complete else None,
         }
-        return Run(
-            manifest=self.manifest, records=sorted(records, key=lambda one: (one.arm, one.step))
-        )
+        return by_arm(Run(manifest=self.manifest, records=records))
 
 
 def prompt_hash(sample: Sample) -> str:
@@ -255,7 +332,8 @@ def read_run(folder: Path, ordinals: Sequence[int] | None = None) -> Run | None:
         return None
     records = read_records(folder / manifest.RECORDS)
     for one in records:
-        if (one.task, one.length) != (found["task"], found["length"]):
+        has_length = one.length == found["length"] or one.arm in OTHER_LENGTHS
+        if one.task != found["task"] or not has_length:
             raise UsageError(
                 f"{folder / manifest.RECORDS}: the record of ordinal {one.ordinal} is about "
                 f"{one.task} at {one.length}, the manifest about {found['task']} at "
@@ -263,3 +341,27 @@ def read_run(folder: Path, ordinals: Sequence[int] | None = None) -> Run | None:
             )
     chosen = None if ordinals is None else set(ordinals)
     return Run(found, [one for one in records if chosen is None or one.ordinal in chosen])
+
+
+def by_arm(run: Run) -> list[Run]:
+    """Return a run's arms as runs of their own, for tables: cheap arms first.
+
+    Requests without a score, which belong to an arm's procedure, are left out; they stay in the
+    records.
+    """
+    names = {one.arm for one in run.records}
+    found = [
+        Run(
+            run.manifest,
+            sorted(
+                (
+                    one
+                    for one in run.records
+                    if one.arm == name and (one.score is not None or one.error is not None)
+                ),
+                key=lambda one: one.step,
+            ),
+        )
+        for name in in_running_order(names)
+    ]
+    return [one for one in found if one.records] or [Run(run.manifest, [])]

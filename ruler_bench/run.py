@@ -1,40 +1,68 @@
-"""The main path: samples, streams, engine, score, record, report."""
+"""The main path: samples, streams, engines, score, record, report."""
 
 from __future__ import annotations
 
-import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backends.base import Backend, ConfigurationError, Generation, Request, RequestError
+from backends.base import ConfigurationError, Generation, Request
 from ruler_bench import manifest, model_files
-from ruler_bench.answer import checked_generation
-from ruler_bench.config import Cell
+from ruler_bench.config import Cell, NamedBackend
 from ruler_bench.errors import UsageError, one_line
-from ruler_bench.host import checked_factory, start_backend
+from ruler_bench.host import cannot_cancel, check_arm, checked_factory, described, settings_of_arm
 from ruler_bench.journal import Journal, prompt_hash
+from ruler_bench.leak.arms import (
+    CANCEL,
+    ENGINE_PER_SAMPLE,
+    ENGINE_PER_SAMPLE_IN_PROCESS,
+    FILL,
+    ONE_ENGINE,
+    REFERENCE,
+    Arm,
+    kind_of,
+)
+from ruler_bench.lives import (
+    Failure,
+    Life,
+    LocalLife,
+    ProcessLife,
+    Reply,
+    StartFailed,
+    kill_processes,
+)
 from ruler_bench.progress import Progress
+from ruler_bench.questions import Asked, Questions
 from ruler_bench.records import Record, RecordingError
 from ruler_bench.report import Run, write_predictions, write_reports
 from ruler_bench.score import score
-from ruler_bench.streams import Step, Stream, streams
-from ruler_bench.tasks import DataSpec, Question, Sample, load_questions
+from ruler_bench.streams import BESIDE, Step, Stream, streams
+from ruler_bench.suspects import audited, suspects, suspicious
+from ruler_bench.tasks import DataSpec, Sample
 from ruler_bench.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
+__all__ = ["cache_dir", "described", "output_text", "run_cell"]
+
 OK, SAMPLE_ERRORS, INTERRUPTED = 0, 1, 130
+CANCEL_SECONDS = 0.05
+"""How long a request runs before it is cancelled where nothing has been timed yet."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one cell: its exit status, and its records, partial after an interrupt."""
+    """What became of one cell: its exit status, and each arm's records, partial after an
+    interrupt.
+    """
 
     status: int
-    run: Run
+    runs: list[Run]
 
 
 @dataclass(frozen=True)
@@ -44,9 +72,15 @@ class Bench:
     cell: Cell
     model: Path
     tokenizer: Tokenizer
-    questions: dict[int, Question]
+    questions: Questions
+    streams: list[Stream]
     stop_token_ids: tuple[int, ...]
     journal: Journal
+    references: list[NamedBackend] = field(default_factory=list)
+
+    def asked(self) -> list[Asked]:
+        """Return every question that the run asks."""
+        return [self.questions.asked(step) for one in self.streams for step in one.steps]
 
     def harness_arguments(self) -> dict[str, Any]:
         """Return what the harness knows of a backend's constructor arguments (backends.base)."""
@@ -58,7 +92,7 @@ class Bench:
         Where another tokenizer measured the samples, what they take is rounded up to a quarter of
         the length, so that a folder can grow.
         """
-        needed = max(question.tokens for question in self.questions.values())
+        needed = max(one.question.tokens for one in self.asked())
         context = least_context_tokens(self.cell, self.model, self.tokenizer)
         if needed > context:
             step = max(1, self.cell.length // 4)
@@ -96,36 +130,80 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
     """
     model = check_cell(cell)
     counter, encoder = load_tokenizers(cell, model)
-    data = DataSpec(
+    data = data_spec(cell, counter)
+    with manifest.locked_folder(cell.folder) as folder:
+        journal = Journal(folder, cell, data, model, overwrite)
+        bench = Bench(
+            cell=cell,
+            model=model,
+            tokenizer=encoder,
+            questions=Questions(data, encoder, cache_dir()),
+            streams=planned(cell),
+            stop_token_ids=model_files.stop_token_ids(model),
+            journal=journal,
+            references=list(cell.references),
+        )
+        bench.questions.load(step for one in bench.streams for step in one.steps)
+        check_tokens(bench)
+        journal.verify(recorded_streams(bench), bench.questions, cell)
+        status, ran = run_streams(bench)
+        runs = journal.close(ran, cell.ordinals)
+        written = journal.holds_another_run or write_outputs(
+            folder, runs, bench.questions.samples()
+        )
+    if status == OK and not written:
+        status = SAMPLE_ERRORS
+    if status == OK and any(record.error for run in runs for record in run.records):
+        status = SAMPLE_ERRORS
+    return Outcome(status, runs)
+
+
+def data_spec(cell: Cell, counter: Tokenizer) -> DataSpec:
+    """Return what decides the samples of a cell."""
+    return DataSpec(
         task=cell.task,
         length=cell.length,
         seed=cell.seed,
         template=cell.template,
         tokenizer=counter,
     )
-    with manifest.locked_folder(cell.folder) as folder:
-        journal = Journal(folder, cell, data, model, overwrite)
-        questions = load_questions(data, encoder, max(cell.ordinals) + 1, cache_dir())
-        bench = Bench(
-            cell=cell,
-            model=model,
-            tokenizer=encoder,
-            questions={one: questions[one] for one in cell.ordinals},
-            stop_token_ids=model_files.stop_token_ids(model),
-            journal=journal,
+
+
+def planned(cell: Cell) -> list[Stream]:
+    """Return the streams of a cell, cheap arms first."""
+    return streams(cell.arms, cell.ordinals, cell.seed, boundary_units(cell))
+
+
+def boundary_units(cell: Cell) -> list[int]:
+    """Return the lengths around which the arm boundary asks: a block and a chunk, as far as known.
+
+    Raises:
+        UsageError: the arm is asked for and the backend has neither.
+    """
+    keys = ("kvcache_block_size", "chunk_tokens")
+    found = [cell.backend_settings.get(key) for key in keys]
+    units = list(dict.fromkeys(one for one in found if isinstance(one, int)))
+    if not units and "boundary" in cell.arms:
+        raise UsageError(
+            f"arm boundary: the backend {cell.backend} has no {' or '.join(keys)} to ask around; "
+            "set one, or leave the arm out."
         )
-        check_tokens(bench)
-        journal.verify(questions, cell)
-        status = run_streams(bench)
-        run = journal.close(cell.ordinals)
-        written = journal.holds_another_run or write_outputs(
-            folder, run, [question.sample for question in questions]
-        )
-    if status == OK and not written:
-        status = SAMPLE_ERRORS
-    if status == OK and any(record.error for record in run.records):
-        status = SAMPLE_ERRORS
-    return Outcome(status, run)
+    return units
+
+
+def recorded_streams(bench: Bench) -> list[Stream]:
+    """Return the streams of every arm that is recorded, for the samples that there are."""
+    records, cell = bench.journal.records, bench.cell
+    known = {one.ordinal for one in records if one.ordinal <= max(cell.ordinals)}
+    return streams(
+        sorted(
+            {one.arm for one in records} & set(bench.journal.arms())
+            | {*cell.arms, "persistent", *BESIDE}
+        ),
+        sorted(known | set(cell.ordinals)),
+        cell.seed,
+        boundary_units(cell),
+    )
 
 
 def check_cell(cell: Cell) -> Path:
@@ -140,6 +218,10 @@ def check_cell(cell: Cell) -> Path:
     model = model_files.model_folder(cell.model_path)
     check_positions(cell, model)
     checked_factory(cell.backend_settings)
+    for arm in cell.arms:
+        check_arm(arm, cell.backend_settings)
+    for one in cell.references:
+        checked_factory(one.settings)
     return model
 
 
@@ -156,20 +238,54 @@ def load_tokenizers(cell: Cell, model: Path) -> tuple[Tokenizer, Tokenizer]:
     return counter, load_tokenizer(str(model)) if has_tokenizer(model) else counter
 
 
-def run_streams(bench: Bench) -> int:
-    """Run every stream of the cell and return the exit status so far; records are on disk."""
+def run_streams(bench: Bench) -> tuple[int, list[Stream]]:
+    """Run every stream of the cell; records are on disk.
+
+    Returns:
+        The exit status so far, and the streams as they were run or were to be run.
+    """
+    ran: list[Stream] = []
     try:
-        for stream in streams(bench.cell.arms, bench.cell.ordinals):
-            run_stream(bench, stream)
+        for stream in bench.streams:
+            chosen = narrowed(bench, stream)
+            ran.append(chosen)
+            run_stream(bench, chosen)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED, bench.streams
+    except Stopped as stopped:
+        print(f"stopped by stop_on={bench.cell.stop_on}: {stopped}", file=sys.stderr)
+        return OK, bench.streams
     except ConfigurationError:
-        bench.journal.close(bench.cell.ordinals)
+        bench.journal.close(bench.streams, bench.cell.ordinals)
         raise
     except RecordingError as error:
         print(f"error: {error}", file=sys.stderr)
-        return SAMPLE_ERRORS
-    return OK
+        return SAMPLE_ERRORS, bench.streams
+    return OK, ran
+
+
+def narrowed(bench: Bench, stream: Stream) -> Stream:
+    """Return a stream, of a fresh arm only the samples that `fresh.on` asks for.
+
+    Which ones they are, and which were drawn for the audit, is put into the manifest.
+    """
+    cell, journal = bench.cell, bench.journal
+    if not stream.kind.is_fresh or cell.fresh.on == "all":
+        return stream
+    asked = set(cell.ordinals)
+    cheap = {one.arm for one in bench.streams if not one.kind.is_fresh}
+    records = [one for one in journal.records if one.arm in cheap and one.ordinal in asked]
+    found = suspects(records, asked, journal.arms())
+    drawn = audited(asked, cell.seed, cell.fresh.audit)
+    journal.note(
+        "fresh",
+        {"on": cell.fresh.on, "seed": cell.seed, "suspects": found, "audited": drawn},
+    )
+    return stream.only({*found, *drawn})
+
+
+class Stopped(Exception):  # noqa: N818 (what happened; nothing is wrong with the harness)
+    """Two arms contradict each other, and the user asked to stop at that."""
 
 
 def check_positions(cell: Cell, model: Path) -> None:
@@ -192,14 +308,15 @@ def check_positions(cell: Cell, model: Path) -> None:
 def check_tokens(bench: Bench) -> None:
     """Refuse prompts that the model cannot take: too long, or of another vocabulary."""
     vocabulary = model_files.vocabulary_size(bench.model)
-    largest = max(max(one.prompt_token_ids) for one in bench.questions.values())
+    questions = [one.question for one in bench.asked()]
+    largest = max(max(one.prompt_token_ids) for one in questions)
     if vocabulary is not None and largest >= vocabulary:
         raise UsageError(
             f"the tokenizer gives token {largest}, the model {bench.cell.model} has a vocabulary "
             f"of {vocabulary}: they do not belong together; name the model's own tokenizer."
         )
     positions = model_files.max_positions(bench.model)
-    needed = max(one.tokens for one in bench.questions.values())
+    needed = max(one.tokens for one in questions)
     allowed = bench.cell.backend_settings.get("max_model_len")
     if isinstance(allowed, int) and needed > allowed:
         raise UsageError(
@@ -224,145 +341,342 @@ def cache_dir() -> Path:
 
 
 def run_stream(bench: Bench, stream: Stream) -> None:
-    """Ask one engine every sample of the stream that has no record yet."""
+    """Ask every request of the stream that has no record yet.
+
+    Raises:
+        Stopped: a record contradicts another, and `stop_on` asks to stop at that.
+    """
     cell, journal = bench.cell, bench.journal
-    done = [one for one in journal.finished(stream.arm) if one.ordinal in bench.questions]
-    steps_done = {record.step for record in done}
-    pending = [step for step in stream.steps if step.step not in steps_done]
+    done = journal.finished(stream.arm)
+    own = {one.step for one in stream.steps}
+    pending = stream.pending({one.step for one in done})
     title = f"{cell.task.name} {cell.length} {cell.backend}"
+    if len(cell.arms) > 1:
+        title = f"{title} {stream.arm}"
     if not pending:
         print(f"{title}: all {len(stream.steps)} samples are recorded", file=sys.stderr)
+    for record in done:
+        check_contradictions(bench, record)
+    if not pending:
         return
-    backend, in_force = start_engine(bench)
-    try:
-        life = journal.begin_life(stream.arm, in_force)
-        with Progress(title, total=len(stream.steps), done=done) as progress:
-            for record in serve(bench, backend, stream.arm, life, pending):
-                journal.append(record)
-                progress.add(record)
-    finally:
-        close_engine(bench, backend)
+    asked_again = {one.step for one in pending}
+    kept = [one for one in done if one.step in own - asked_again]
+    with (
+        Progress(title, total=len(stream.steps), done=kept) as progress,
+        closing(records_of(bench, stream, pending)) as records,
+    ):
+        for record in records:
+            journal.append(record)
+            progress.add(record)
+            check_contradictions(bench, record)
 
 
-def start_engine(bench: Bench) -> tuple[Backend, dict[str, Any]]:
-    """Build the engine and return it with its settings in force.
-
-    Raises:
-        UsageError, ConfigurationError: a setting is wrong, or the engine's own code failed.
-    """
-    settings = bench.cell.backend_settings
-    try:
-        backend = start_backend(settings, bench.harness_arguments())
-        return backend, described(backend)
-    except (ConfigurationError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        bench.journal.log_error("at the start of the engine")
-        raise UsageError(
-            f"backend._target_={settings['_target_']}: the engine could not be built "
-            f"({type(error).__name__}: {one_line(error)}); the traceback is in "
-            f"{bench.journal.error_log}."
-        ) from error
-
-
-def described(backend: Backend) -> dict[str, Any]:
-    """Return an engine's settings in force.
+def check_contradictions(bench: Bench, record: Record) -> None:
+    """Stop where the user asked for it and a record contradicts another.
 
     Raises:
-        UsageError: they are no plain JSON object, which the manifest could not hold.
+        Stopped: it does.
     """
-    found = backend.describe()
-    try:
-        plain = json.loads(json.dumps(found, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"the engine's describe() returned values that JSON does not have ({one_line(error)}); "
-            "return numbers, text, lists and dicts."
-        ) from error
-    if not isinstance(plain, dict):
-        raise UsageError(f"the engine's describe() returned {type(found).__name__}, not a dict.")
-    return plain
+    if bench.cell.stop_on is None:
+        return
+    same = [one for one in bench.journal.records if one.ordinal == record.ordinal]
+    if suspicious(record, same, bench.journal.arms()):
+        raise Stopped(
+            f"arm {record.arm} answers ordinal {record.ordinal} otherwise than another arm of the "
+            "same settings; the samples after it were not asked."
+        )
 
 
-def close_engine(bench: Bench, backend: Backend) -> None:
-    """Close the engine; one that fails at it has still answered."""
+# --- engines ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Started:
+    """An engine was built, or could not be."""
+
+    life: Life | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request came back."""
+
+    step: Step
+    position: int
+    predecessor: int | None
+    reply: Reply
+
+
+Event = Started | Answered
+
+
+def records_of(
+    bench: Bench, stream: Stream, pending: Sequence[Step]
+) -> Generator[Record, None, None]:
+    """Ask the pending requests; the next of an engine only when the record was taken."""
+    arm = arm_of(bench, stream)
+    number = 0
+    for event in events(bench, stream, pending):
+        if isinstance(event, Started):
+            settings = None if event.life is None else event.life.settings
+            number = bench.journal.begin_life(arm_of(bench, stream), settings, event.seconds)
+        else:
+            place = {
+                "arm": arm.name,
+                "step": event.step.step,
+                "life": number,
+                "position": event.position,
+                "predecessor": event.predecessor,
+            }
+            yield record_of(bench, event.step, event.reply, place)
+
+
+def arm_of(bench: Bench, stream: Stream) -> Arm:
+    """Return what the manifest says about a stream's arm, its settings in force apart."""
+    backend = bench.cell.backend
+    if stream.arm == REFERENCE:
+        backend = bench.references[0].name
+    lifetime = ONE_ENGINE
+    if stream.kind.is_fresh:
+        is_process = bench.cell.fresh.engine == "process"
+        lifetime = ENGINE_PER_SAMPLE if is_process else ENGINE_PER_SAMPLE_IN_PROCESS
+    return Arm(
+        name=stream.arm,
+        lifetime=lifetime,
+        backend=backend,
+        settings={},
+        order=stream.kind.order,
+        actions=stream.kind.actions,
+    )
+
+
+def events(bench: Bench, stream: Stream, pending: Sequence[Step]) -> Iterator[Event]:
+    """Yield what happens to the engines of a stream, life by life."""
+    if not stream.kind.is_fresh:
+        left = list(pending)
+        while left:
+            for event in one_life(bench, stream, tuple(left)):
+                yield event
+                if isinstance(event, Answered):
+                    left.remove(event.step)
+    elif bench.cell.workers == 1:
+        for number, step in enumerate(pending):
+            yield from one_life(bench, stream, [step], may_fail=number > 0)
+    else:
+        yield from parallel_lives(bench, stream, pending)
+
+
+def parallel_lives(bench: Bench, stream: Stream, pending: Sequence[Step]) -> Iterator[Event]:
+    """Yield what happens to fresh engines, several at a time; each life in one piece."""
+
+    def live(step: Step) -> list[Event]:
+        return list(one_life(bench, stream, [step], may_fail=step is not pending[0]))
+
+    with ThreadPoolExecutor(bench.cell.workers) as pool:
+        futures = [pool.submit(live, step) for step in pending]
+        try:
+            for future in as_completed(futures):
+                yield from future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(one.done() for one in futures):
+                kill_processes()
+                time.sleep(0.05)
+
+
+def one_life(
+    bench: Bench,
+    stream: Stream,
+    steps: Sequence[Step],
+    may_fail: bool = False,
+) -> Iterator[Event]:
+    """Start an engine and ask it these requests until it is over.
+
+    Args:
+        bench: the run.
+        stream: whose engine it is.
+        steps: at least one.
+        may_fail: whether an engine that cannot be built is an error of its first request, as it
+            is where others like it were built.
+    """
+    started = time.perf_counter()
     try:
-        backend.close()
+        life = start_life(bench, stream)
+    except StartFailed as error:
+        if not (may_fail or error.failure.is_over) or not stream.kind.is_fresh:
+            raise cannot_start(bench, stream, error.failure) from error
+        yield Started(None, time.perf_counter() - started)
+        yield Answered(steps[0], 0, None, Reply(error.failure))
+        return
+    try:
+        yield Started(life, time.perf_counter() - started)
+        predecessor: int | None = None
+        for position, step in enumerate(steps):
+            reply = ask(bench, life, step)
+            yield Answered(step, position, predecessor, reply)
+            if isinstance(reply.answer, Failure) and reply.answer.is_over:
+                return
+            predecessor = step.ordinal
     except KeyboardInterrupt:
+        life.end()
         raise
-    except BaseException as error:
-        bench.journal.log_error("at the end of the engine")
+    finally:
+        close_life(bench, life)
+
+
+def start_life(bench: Bench, stream: Stream) -> Life:
+    """Build an engine for a stream.
+
+    Raises:
+        UsageError, ConfigurationError: a setting is wrong.
+        StartFailed: the engine's own code failed, or its process died or hung.
+    """
+    if stream.arm == REFERENCE:
+        return start_reference(bench)
+    life = start_one(bench, stream.arm, settings_of_arm(stream.arm, bench.cell.backend_settings))
+    if "cancel" in bench.cell.arms and not life.can_cancel:
+        life.close()
+        raise cannot_cancel(bench.cell.backend_settings["_target_"])
+    return life
+
+
+def start_reference(bench: Bench) -> Life:
+    """Build the reference's engine, of the first backend that can load the model."""
+    while True:
+        chosen = bench.references[0]
+        try:
+            return start_one(bench, REFERENCE, chosen.settings)
+        except (ConfigurationError, StartFailed) as error:
+            if len(bench.references) == 1:
+                raise
+            print(
+                f"arm reference: {chosen.name} cannot load the model ({one_line(error)}); takes "
+                f"{bench.references[1].name}.",
+                file=sys.stderr,
+            )
+            del bench.references[0]
+
+
+def start_one(bench: Bench, arm: str, settings: Mapping[str, Any]) -> Life:
+    """Build one engine, in a process of its own where its arm asks for that.
+
+    One arm with one engine alone needs none. Of several arms each starts from nothing: what the
+    engine of one leaves in its process must not reach the next.
+    """
+    cell, harness = bench.cell, bench.harness_arguments()
+    start = cell.fresh.start
+    if start is None or (len(cell.arms) == 1 and not kind_of(arm).is_fresh):
+        return LocalLife(settings, harness)
+    return ProcessLife(settings, harness, start, cell.timeout_seconds)
+
+
+def cannot_start(bench: Bench, stream: Stream, failure: Failure) -> UsageError:
+    """Return the error of an engine that cannot be built; its traceback is kept."""
+    bench.journal.log_error(f"at the start of the engine, arm {stream.arm}", failure.traceback)
+    again = ""
+    if bench.journal.arms() or stream.kind.is_fresh:
+        again = (
+            " Others were built before it: what they held (a port, a lock, memory) may not be free "
+            "again; the same command goes on in a new process."
+        ) * bool(bench.journal.records)
+    target = bench.cell.backend_settings["_target_"]
+    if stream.arm == REFERENCE:
+        target = bench.references[0].settings["_target_"]
+    return UsageError(
+        f"backend._target_={target}: the engine of arm {stream.arm} could not be built "
+        f"({failure.message}); the traceback is in {bench.journal.error_log}.{again}"
+    )
+
+
+def close_life(bench: Bench, life: Life) -> None:
+    """Close the engine; one that fails at it has still answered."""
+    failure = life.close()
+    if failure is not None:
+        bench.journal.log_error("at the end of the engine", failure.traceback)
         print(
-            f"warning: the engine failed to close ({type(error).__name__}: {one_line(error)}); "
+            f"warning: the engine failed to close ({failure.message}); "
             f"the traceback is in {bench.journal.error_log}.",
             file=sys.stderr,
         )
 
 
-def serve(
-    bench: Bench, backend: Backend, arm: str, life: int, pending: list[Step]
-) -> Iterator[Record]:
-    """Ask the pending samples one after the other; the next only when the record was taken."""
-    predecessor: int | None = None
-    for position, step in enumerate(pending):
-        place = {
-            "arm": arm,
-            "step": step.step,
-            "life": life,
-            "position": position,
-            "predecessor": predecessor,
-        }
-        yield ask(bench, backend, bench.questions[step.ordinal], place)
-        predecessor = step.ordinal
+# --- requests -----------------------------------------------------------------------------------
 
 
-def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any]) -> Record:
-    """Ask one question; a failure of the engine becomes a record with its message."""
-    sample = question.sample
+def ask(bench: Bench, life: Life, step: Step) -> Reply:
+    """Ask one request."""
+    question = bench.questions.asked(step).question
+    request = Request(
+        # Not the position: what an engine keeps under it must mean the same after a resume.
+        request_id=step.step,
+        prompt=question.sample.prompt,
+        prompt_token_ids=question.prompt_token_ids,
+        max_new_tokens=question.sample.tokens_to_generate,
+        stop_token_ids=bench.stop_token_ids,
+    )
+    if step.action == FILL:
+        context = life.settings.get("max_model_len")
+        if not isinstance(context, int):
+            context = bench.context_tokens()
+        room = context - len(request.prompt_token_ids)
+        request = replace(request, max_new_tokens=room, stop_token_ids=())
+    if step.action == CANCEL:
+        return life.ask(request, cancel_after_seconds=half_way(bench))
+    return life.ask(request)
+
+
+def half_way(bench: Bench) -> float:
+    """Return half the time that a request of this run takes, as far as is known."""
+    known = [
+        one.total_seconds
+        for one in bench.journal.records
+        if one.total_seconds is not None and one.score is not None and one.arm != REFERENCE
+    ]
+    return statistics.median(known) / 2 if known else CANCEL_SECONDS
+
+
+CANCELLED = "cancelled"
+"""Finish reason of a request that the arm cancel ended, which is no error."""
+
+
+def record_of(bench: Bench, step: Step, reply: Reply, place: dict[str, Any]) -> Record:
+    """Return the record of a request; a failure of the engine becomes its message."""
+    asked = bench.questions.asked(step)
+    sample = asked.question.sample
     known = {
         **place,
-        "ordinal": sample.ordinal,
+        "ordinal": step.ordinal,
         "task": sample.task,
-        "length": bench.cell.length,
+        "length": asked.length,
         "expected": sample.outputs,
         "depth": sample.depth,
         "prompt_sha256": prompt_hash(sample),
-        "prompt_tokens": len(question.prompt_token_ids),
+        "prompt_tokens": len(asked.question.prompt_token_ids),
     }
-    request = Request(
-        # Not the position: what an engine keeps under it must mean the same after a resume.
-        request_id=place["step"],
-        prompt=sample.prompt,
-        prompt_token_ids=question.prompt_token_ids,
-        max_new_tokens=sample.tokens_to_generate,
-        stop_token_ids=bench.stop_token_ids,
-    )
-    started = time.perf_counter()
-    try:
-        generation = checked_generation(backend.generate(request))
-        known["total_seconds"] = time.perf_counter() - started
-        output = output_text(generation, request, bench.tokenizer)
-        points = score(bench.cell.task.metric, output, sample.outputs)
-    except (KeyboardInterrupt, ConfigurationError):
-        # A setting that cannot be honoured fails every sample alike: it ends the run.
-        raise
-    except BaseException as error:
-        # An engine under test may fail in any way, sys.exit() included; that is a finding, not
-        # the harness's end.
-        if not isinstance(error, RequestError):
-            bench.journal.log_error(f"ordinal {sample.ordinal}")
-        return Record(**known, error=f"{type(error).__name__}: {one_line(error)}")
+    generation = reply.answer
+    if isinstance(generation, Failure):
+        if step.action == CANCEL and generation.message.startswith("RequestCancelled:"):
+            return Record(**known, output="", finish_reason=CANCELLED, total_seconds=reply.seconds)
+        if generation.traceback:
+            bench.journal.log_error(
+                f"arm {place['arm']}, ordinal {step.ordinal}", generation.traceback
+            )
+        return Record(**known, error=generation.message)
+    output = decoded(generation, bench.stop_token_ids, bench.tokenizer)
+    points = score(bench.cell.task.metric, output, sample.outputs) if asked.scored else None
     if generation.prompt_tokens is not None:
         known["prompt_tokens"] = generation.prompt_tokens
     return Record(
         **known,
+        total_seconds=reply.seconds,
         output=output,
         output_tokens=generation.token_ids,
         logits_digest=generation.logits_digest,
         top2_margin=generation.top2_margin,
         finish_reason=generation.finish_reason,
         score=points,
-        correct=points == 100,
+        correct=None if points is None else points == 100,
         ttft_seconds=generation.ttft_seconds,
         decode_seconds=generation.decode_seconds,
         bytes_up=generation.bytes_up,
@@ -377,24 +691,31 @@ def ask(bench: Bench, backend: Backend, question: Question, place: dict[str, Any
 
 def output_text(generation: Generation, request: Request, tokenizer: Tokenizer) -> str:
     """Return the engine's text, or the decoded tokens without the one that ended it."""
+    return decoded(generation, request.stop_token_ids, tokenizer)
+
+
+def decoded(generation: Generation, stop_token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the engine's text, or the decoded tokens without the stop token that ended it."""
     if generation.text is not None:
         return generation.text
     ids = list(generation.token_ids or ())
-    if ids and ids[-1] in request.stop_token_ids:
+    if ids and ids[-1] in stop_token_ids:
         ids.pop()
     return tokenizer.decode(ids)
 
 
-def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> bool:
+def write_outputs(folder: Path, runs: Sequence[Run], samples: list[Sample]) -> bool:
     """Write manifest, reports and predictions; a full disk is said and does not hide the table.
+
+    Predictions are those of the first arm that asks each sample once.
 
     Returns:
         Whether all was written.
     """
     try:
-        manifest.write_manifest(folder, run.manifest)
-        write_reports(folder, [run])
-        write_predictions(folder, run, samples)
+        manifest.write_manifest(folder, runs[0].manifest)
+        write_reports(folder, runs)
+        write_predictions(folder, _asked_once(runs), samples)
     except OSError as error:
         print(
             f"error: could not write the reports in {folder}: {one_line(error)}. What was recorded "
@@ -403,3 +724,11 @@ def write_outputs(folder: Path, run: Run, samples: list[Sample]) -> bool:
         )
         return False
     return True
+
+
+def _asked_once(runs: Sequence[Run]) -> Run:
+    for run in runs:
+        ordinals = [one.ordinal for one in run.records]
+        if len(set(ordinals)) == len(ordinals):
+            return run
+    return Run(runs[0].manifest, [])

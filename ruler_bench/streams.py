@@ -1,36 +1,231 @@
-"""A run is a list of streams: which samples, in which order, on which engine."""
+"""A run is a list of streams: which requests, in which order, on which engines.
+
+Orders, by name, for a sample A with ordinal n (step: the request's place in the arm's stream):
+
+| order | requests | step |
+|---|---|---|
+| ordinal | every sample, ascending | n |
+| shuffled | the same, in an order that the run's seed decides; `Record.position` tells it | n |
+| aged | AGING_REQUESTS of the same task with another seed, then every sample | 50 + n |
+| axa | A, its neighbour, A again | 3n to 3n + 2 |
+| repeat | A, three times | 3n to 3n + 2 |
+| length_mix | A, the task at half or a quarter of the length, A again | 3n to 3n + 2 |
+| boundary | A cut to -1, 0, +1 around whole blocks, and chunks | 6n to 6n + 5 |
+| fill | A up to the last free token, whatever the model says; then A | 2n, 2n + 1 |
+| cancel | A's neighbour, cancelled on the way; then A | 2n, 2n + 1 |
+
+The neighbour of 0 is 1 and that of 1 is 0, and so on. A step does not depend on which other
+samples were chosen, so that a folder can grow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ruler_bench.leak.arms import (
+    CANCEL,
+    FILL,
+    REFERENCE,
+    Kind,
+    in_running_order,
+    kind_of,
+)
+
+SAMPLE, AGING, HALF, QUARTER, CUT = "sample", "aging", "half", "quarter", "cut"
+AGING_REQUESTS = 50
+AGING_ORDINALS = 1_000_000
+"""Ordinals from here on are requests that only age an engine: no sample of the run has them."""
+BESIDE = {"boundary": 10_000_000, "length_mix": 20_000_000}
+"""In the arm reference: steps from here on are the prompts that only that other arm asks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One request of a stream: its place and the sample it asks.
+    """One request of a stream.
 
-    The place does not depend on which other samples were chosen, so that a folder can grow.
+    Attributes:
+        step: its place, unique within the arm.
+        ordinal: the sample it asks.
+        source: which prompt of that ordinal: the sample's own, or one of AGING (another seed),
+            HALF and QUARTER (another length), CUT (the sample's, shorter).
+        unit_tokens, beyond_tokens: of CUT: the prompt is cut to the largest multiple of
+            `unit_tokens` that it exceeds, plus `beyond_tokens`.
+        action: FILL, CANCEL or None.
+        scored: whether the answer is held against the expected one.
+        group: requests that only mean something together, in one engine.
+        opening: a request that every engine of the stream begins with.
     """
 
     step: int
     ordinal: int
+    source: str = SAMPLE
+    unit_tokens: int = 0
+    beyond_tokens: int = 0
+    action: str | None = None
+    scored: bool = True
+    group: int | None = None
+    opening: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Samples that one engine answers one after the other.
+    """Requests that an arm asks one after the other.
 
     Attributes:
         arm: name under which the records are kept.
         steps: the requests, in order.
+        kind: order, actions, and whether each request has an engine of its own.
     """
 
     arm: str
     steps: tuple[Step, ...]
+    kind: Kind
+
+    def pending(self, done: Collection[int]) -> list[Step]:
+        """Return the requests to ask, given the steps that are recorded.
+
+        A new engine does not remember what its predecessor was asked: a group of which one request
+        is missing is asked again as a whole, and so is what opens the stream.
+        """
+        missing = {one.step for one in self.steps if one.step not in done and not one.opening}
+        groups = {one.group for one in self.steps if one.step in missing and one.group is not None}
+        if not missing:
+            return [one for one in self.steps if one.step not in done]
+        return [
+            one
+            for one in self.steps
+            if one.step in missing or one.opening or (one.group is not None and one.group in groups)
+        ]
+
+    def only(self, ordinals: Collection[int]) -> Stream:
+        """Return the stream of these samples alone."""
+        return replace(self, steps=tuple(one for one in self.steps if one.ordinal in ordinals))
 
 
-def streams(arms: Sequence[str], ordinals: Sequence[int]) -> list[Stream]:
-    """Return the streams of a run. `persistent`: one engine, samples in order of their ordinal."""
-    in_order = tuple(Step(step=ordinal, ordinal=ordinal) for ordinal in sorted(ordinals))
-    return [Stream(arm=arm, steps=in_order) for arm in arms]
+def streams(
+    arms: Sequence[str],
+    ordinals: Sequence[int],
+    seed: int = 0,
+    boundary_units: Sequence[int] = (),
+) -> list[Stream]:
+    """Return the streams of a run, cheap ones first.
+
+    Args:
+        arms: their names.
+        ordinals: the samples to ask.
+        seed: decides the order of `shuffled`.
+        boundary_units: the lengths in tokens around which `boundary` asks.
+    """
+    settings = _Settings(seed, tuple(boundary_units))
+    found = []
+    for arm in in_running_order(arms):
+        kind = kind_of(arm)
+        steps = tuple(_ORDERS[kind.order](sorted(ordinals), settings))
+        if arm == REFERENCE:
+            steps += tuple(_beside(arms, sorted(ordinals), settings))
+        found.append(Stream(arm=arm, steps=steps, kind=kind))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    seed: int
+    boundary_units: tuple[int, ...]
+
+
+def _ordinal(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    return (Step(step=one, ordinal=one) for one in ordinals)
+
+
+def drawn(ordinals: Iterable[int], seed: int, purpose: str) -> list[int]:
+    """Return ordinals in an order that the seed decides, each one's place relative to the others
+    independent of which others there are.
+    """
+    return sorted(
+        ordinals,
+        key=lambda one: hashlib.sha256(f"{purpose} {seed} {one}".encode()).digest(),
+    )
+
+
+def _shuffled(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    return _ordinal(drawn(ordinals, settings.seed, "shuffled"), settings)
+
+
+def _aged(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in range(AGING_REQUESTS):
+        yield Step(one, AGING_ORDINALS + one, source=AGING, scored=False, opening=True)
+    for one in ordinals:
+        yield Step(AGING_REQUESTS + one, one)
+
+
+def neighbour(ordinal: int) -> int:
+    """Return the sample that is asked between or before others: 1 for 0, 0 for 1, and so on."""
+    return ordinal ^ 1
+
+
+def _axa(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        for place, asked in enumerate((one, neighbour(one), one)):
+            yield Step(3 * one + place, asked, group=one)
+
+
+def _repeat(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        for place in range(3):
+            yield Step(3 * one + place, one, group=one)
+
+
+def _length_mix(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        yield Step(3 * one, one, group=one)
+        yield Step(3 * one + 1, one, source=QUARTER if one % 2 else HALF, group=one)
+        yield Step(3 * one + 2, one, group=one)
+
+
+def _boundary(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        for number, unit in enumerate(settings.boundary_units):
+            for place, beyond in enumerate((-1, 0, 1)):
+                yield Step(
+                    6 * one + 3 * number + place,
+                    one,
+                    source=CUT,
+                    unit_tokens=unit,
+                    beyond_tokens=beyond,
+                )
+
+
+def _fill(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        yield Step(2 * one, one, action=FILL, scored=False, group=one)
+        yield Step(2 * one + 1, one, group=one)
+
+
+def _cancel(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        yield Step(2 * one, neighbour(one), action=CANCEL, scored=False, group=one)
+        yield Step(2 * one + 1, one, group=one)
+
+
+def _beside(arms: Sequence[str], ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    """Yield the prompts that only other arms ask, so that the reference has an answer to each."""
+    for arm, offset in BESIDE.items():
+        if arm in arms:
+            for one in _ORDERS[arm](ordinals, settings):
+                if one.source != SAMPLE:
+                    yield replace(one, step=offset + one.step, group=None)
+
+
+_ORDERS: Mapping[str, Callable[[Sequence[int], _Settings], Iterable[Step]]] = {
+    "ordinal": _ordinal,
+    "shuffled": _shuffled,
+    "aged": _aged,
+    "axa": _axa,
+    "repeat": _repeat,
+    "length_mix": _length_mix,
+    "boundary": _boundary,
+    "fill": _fill,
+    "cancel": _cancel,
+}

@@ -1,0 +1,432 @@
+"""Lives of engines: in this process, or each in a process of its own.
+
+A process of its own is forked from a server that has imported torch and the project's engines and
+has built nothing, so that it starts within milliseconds; `spawn` imports everything anew. The
+server runs one thread and does not touch a GPU, so that forking it is safe; a backend of the
+user's is imported after the fork, since its module may do anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from backends.base import Backend, ConfigurationError, Generation, Request, RequestError
+from ruler_bench.answer import checked_generation
+from ruler_bench.errors import UsageError, one_line
+from ruler_bench.host import described, start_backend
+
+PRELOADED = ("torch", "backends.engine", "ruler_bench.lives")
+"""What the fork server imports; nothing here starts a thread or touches a GPU when imported."""
+CLOSE_SECONDS = 60
+SHOWN_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong in an engine.
+
+    Attributes:
+        message: one line.
+        traceback: text of the traceback; "" where the engine named the error itself.
+        is_over: whether the engine is gone with it: its process died, or hung and was ended.
+    """
+
+    message: str
+    traceback: str = ""
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of one request.
+
+    Attributes:
+        answer: the engine's, checked, or what went wrong.
+        seconds: of the whole call.
+    """
+
+    answer: Generation | Failure
+    seconds: float | None = None
+
+
+class StartFailed(RuntimeError):  # noqa: N818 (what happened)
+    """An engine could not be built for another reason than a setting."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Life(Protocol):
+    """One engine, from its start to its end."""
+
+    settings: dict[str, Any]
+    """As its `describe()` says."""
+    can_cancel: bool
+    """Whether it has a method `cancel(request_id)`."""
+
+    def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
+        """Ask one request, and cancel it after a while where that is asked for.
+
+        Raises:
+            ConfigurationError: a setting cannot be honoured; it would fail every request.
+        """
+        ...
+
+    def close(self) -> Failure | None:
+        """End the engine; return what went wrong at it. A second call does nothing."""
+        ...
+
+    def end(self) -> None:
+        """End a process at once, whatever it does; an engine in this process is left to close."""
+        ...
+
+
+class LocalLife:
+    """An engine in this process."""
+
+    def __init__(self, settings: Mapping[str, Any], harness: Mapping[str, Any]) -> None:
+        """Build the engine.
+
+        Raises:
+            ConfigurationError: a setting is wrong.
+            StartFailed: the engine's own code failed.
+        """
+        self._backend: Backend | None = None
+        try:
+            self._backend = start_backend(dict(settings), dict(harness))
+            self.settings = described(self._backend)
+        except (ConfigurationError, KeyboardInterrupt):
+            self.close()
+            raise
+        except BaseException as error:
+            self.close()
+            raise StartFailed(_failure(error)) from error
+        self.can_cancel = callable(getattr(self._backend, "cancel", None))
+
+    def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
+        """Ask one request; see `Life`."""
+        if self._backend is None:
+            raise AssertionError("the engine is closed")
+        return _ask(self._backend, request, cancel_after_seconds)
+
+    def close(self) -> Failure | None:
+        """End the engine; see `Life`."""
+        backend, self._backend = self._backend, None
+        return None if backend is None else _close(backend)
+
+    def end(self) -> None:
+        """Do nothing; see `Life`."""
+
+
+def _failure(error: BaseException) -> Failure:
+    text = "" if isinstance(error, RequestError) else _formatted(error)
+    return Failure(f"{type(error).__name__}: {one_line(error)}", text)
+
+
+def _formatted(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # a __str__ of somebody's
+        return type(error).__name__
+
+
+def _ask(backend: Backend, request: Request, cancel_after_seconds: float | None) -> Reply:
+    timer = None
+    if cancel_after_seconds is not None:
+        cancel = getattr(backend, "cancel")  # noqa: B009 (no part of the protocol)
+        timer = threading.Timer(cancel_after_seconds, cancel, [request.request_id])
+        timer.start()
+    started = time.perf_counter()
+    try:
+        generation = checked_generation(backend.generate(request))
+        return Reply(generation, time.perf_counter() - started)
+    except (KeyboardInterrupt, ConfigurationError):
+        # A setting that cannot be honoured fails every sample alike: it ends the run.
+        raise
+    except BaseException as error:
+        # An engine under test may fail in any way, sys.exit() included; that is a finding, not
+        # the harness's end.
+        return Reply(_failure(error), time.perf_counter() - started)
+    finally:
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+
+
+def _close(backend: Backend) -> Failure | None:
+    try:
+        backend.close()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _failure(error)
+    return None
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A ConfigurationError, on its way from a process to this one."""
+
+    message: str
+    is_usage: bool
+
+    def error(self) -> ConfigurationError:
+        return UsageError(self.message) if self.is_usage else ConfigurationError(self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    settings: dict[str, Any]
+    can_cancel: bool
+
+
+class ProcessLife:
+    """An engine in a process of its own."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        harness: Mapping[str, Any],
+        start: str = "forkserver",
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Start a process and build the engine in it.
+
+        Args:
+            settings: of the backend, `_target_` included.
+            harness: see `ruler_bench.host.start_backend`.
+            start: "forkserver" or "spawn".
+            timeout_seconds: for the start, and for each request; None waits for ever.
+
+        Raises:
+            ConfigurationError: a setting is wrong.
+            StartFailed: the engine's own code failed, or its process died or hung.
+        """
+        self._timeout_seconds = timeout_seconds
+        self._output = tempfile.NamedTemporaryFile(  # noqa: SIM115 (lives as long as the process)
+            mode="r", prefix="ruler_bench_", suffix=".log", errors="replace"
+        )
+        context = _context(start, settings)
+        self._connection, theirs = context.Pipe()
+        self._process: BaseProcess | None = context.Process(
+            target=_serve,
+            args=(theirs, dict(settings), dict(harness), str(Path.cwd()), self._output.name),
+            daemon=False,
+        )
+        try:
+            with _STARTING, _without_main():
+                self._process.start()
+                _PROCESSES.add(self._process)
+        except Exception as error:  # pickle raises several types
+            self._process = None
+            self.close()
+            raise UsageError(
+                "the backend's settings cannot be handed to a new process "
+                f"({type(error).__name__}: {one_line(error)}); give plain values, or use "
+                "fresh=inprocess."
+            ) from error
+        finally:
+            theirs.close()
+        try:
+            found = self._receive("its start")
+        except BaseException:
+            self.end()
+            raise
+        if isinstance(found, _Refused):
+            self.end()
+            raise found.error()
+        if isinstance(found, Failure):
+            self.end()
+            raise StartFailed(found)
+        self.settings: dict[str, Any] = found.settings
+        self.can_cancel: bool = found.can_cancel
+
+    def _receive(self, what: str) -> Any:
+        """Return the process's next message, or a Failure where it died or took too long."""
+        if self._process is None:
+            return Failure("EngineDied: the engine's process is over", is_over=True)
+        if not self._connection.poll(self._timeout_seconds):
+            self.end()
+            return Failure(
+                f"EngineHung: {what} took more than timeout_seconds={self._timeout_seconds:g}; the "
+                "engine's process was ended",
+                self._printed(),
+                is_over=True,
+            )
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            process = self._process
+            process.join(CLOSE_SECONDS)
+            self.end()
+            return Failure(
+                f"EngineDied: the engine's process ended during {what} ({_ending(process)})",
+                self._printed(),
+                is_over=True,
+            )
+
+    def _printed(self) -> str:
+        """Return the last lines that the process printed."""
+        try:
+            lines = Path(self._output.name).read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(["What the process printed last:", *lines[-SHOWN_LINES:]])
+
+    def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
+        """Ask one request; see `Life`."""
+        with contextlib.suppress(OSError):  # it died since the last answer: receiving says how
+            self._connection.send((request, cancel_after_seconds))
+        found = self._receive("this request")
+        if isinstance(found, _Refused):
+            raise found.error()
+        return Reply(found) if isinstance(found, Failure) else found
+
+    def close(self) -> Failure | None:
+        """End the engine and its process; see `Life`."""
+        process = self._process
+        if process is None:
+            self._output.close()
+            return None
+        failure: Failure | None = None
+        with contextlib.suppress(OSError, EOFError):
+            self._connection.send(None)
+            if self._connection.poll(CLOSE_SECONDS):
+                failure = self._connection.recv()
+            else:
+                failure = Failure(f"EngineHung: close() took more than {CLOSE_SECONDS} s")
+        process.join(CLOSE_SECONDS if failure is None else 1)
+        self.end()
+        return failure
+
+    def end(self) -> None:
+        """End the process at once, whatever it does."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.join()
+            _PROCESSES.discard(process)
+        self._connection.close()
+
+
+_STARTING = threading.Lock()
+_PROCESSES: set[BaseProcess] = set()
+
+
+def kill_processes() -> None:
+    """End every engine's process at once, from any thread; those who wait for it find it dead."""
+    for process in list(_PROCESSES):
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            process.kill()
+
+
+def _ending(process: BaseProcess) -> str:
+    code = process.exitcode
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+    return f"exit status {code}"
+
+
+def _context(start: str, settings: Mapping[str, Any]) -> ForkServerContext | SpawnContext:
+    if start == "spawn":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    target = str(settings.get("_target_", ""))
+    own = [target.rpartition(".")[0]] if target.startswith("backends.") else []
+    context.set_forkserver_preload([*PRELOADED, *own])
+    return context
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from importing this program's main module anew in the process.
+
+    Nothing there is needed, and a caller's script may lack the guard against being run twice.
+    """
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    main.__spec__ = None
+    if file is not None:
+        del main.__file__
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file
+
+
+def _serve(
+    connection: Connection,
+    settings: dict[str, Any],
+    harness: dict[str, Any],
+    folder: str,
+    output: str,
+) -> None:
+    """Build an engine and answer requests until None comes. Runs in a process of its own."""
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the harness, which ends this
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _print_into(output)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        backend = start_backend(settings, harness)
+        ready = _Ready(described(backend), callable(getattr(backend, "cancel", None)))
+    except BaseException as error:
+        connection.send(_told(error))
+        return
+    connection.send(ready)
+    while True:
+        message = connection.recv()
+        if message is None:
+            connection.send(_close(backend))
+            return
+        request, cancel_after_seconds = message
+        try:
+            reply: Any = _ask(backend, request, cancel_after_seconds)
+        except BaseException as error:
+            reply = _told(error)
+        connection.send(reply)
+
+
+def _told(error: BaseException) -> _Refused | Failure:
+    if isinstance(error, ConfigurationError):
+        return _Refused(str(error), isinstance(error, UsageError))
+    return _failure(error)
+
+
+def _print_into(path: str) -> None:
+    """Let everything that this process prints go to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with Path(path).open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _end_with_parent() -> None:
+    """End this process when the harness is gone, even in the middle of a request."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
