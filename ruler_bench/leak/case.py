@@ -1,0 +1,389 @@
+"""Case: everything that a set of arms shows, before anyone gives it a name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ruler_bench.leak.arms import ONE_ENGINE
+from ruler_bench.leak.canary import Canaries, scan
+from ruler_bench.leak.differences import (
+    Difference,
+    NumericFloor,
+    difference,
+    has_bits,
+    largest_shift,
+    numeric_floor,
+)
+from ruler_bench.leak.join import (
+    FRESH,
+    FRESH_AGAIN,
+    PERSISTENT,
+    PERSISTENT_AGAIN,
+    REFERENCE,
+    REFERENCE_AGAIN,
+    SHUFFLED,
+    ArmFacts,
+    Joined,
+    bits_differ_by,
+)
+from ruler_bench.leak.tests_of_difference import (
+    EXACT_ALPHA,
+    VERDICT_ALPHA,
+    Counted,
+    binomial_tail,
+    odd_one_out,
+    one_of_two,
+)
+from ruler_bench.records import Record
+
+BITS, ANSWERS, CORRECTNESS = "bits", "answers", "correctness"
+LEVELS = (BITS, ANSWERS, CORRECTNESS)
+LEAST_EXACT = 2
+"""Indices at which two controls must agree to the bit before an engine counts as bit-stable."""
+
+LEAST_ROUNDED = 3
+"""Indices that must agree between two orders before a difference is put down to rounding."""
+
+
+@dataclass(frozen=True)
+class WarmTest:
+    """One warm arm against two controls.
+
+    Attributes:
+        arm: the warm arm.
+        differing: ordinals at which it differs from the fresh arm, the controls being equal.
+        tests: the odd-one-out test by level; with one control only, by correctness, one-sided.
+        right_only: ordinals at which only this arm is right.
+        wrong_only: ordinals at which only the fresh arm is right.
+    """
+
+    arm: str
+    differing: tuple[int, ...]
+    tests: Mapping[str, Counted]
+    right_only: int
+    wrong_only: int
+
+
+class Case:
+    """Arms side by side, and what their comparison shows.
+
+    Attributes:
+        joined: the records.
+        fresh: the arm of fresh engines, or None.
+        control: a second arm on the same path that is not warm: fresh again, else a reference that
+            must have the same bits.
+        main: the warm arm that the sentences are about, or None.
+        warm: every arm of one engine whose answers must equal the fresh ones.
+        canaries: what the scan found; None where no prompt was at hand.
+    """
+
+    def __init__(self, joined: Joined, prompts: Mapping[str, str] | None) -> None:
+        self.joined = joined
+        fresh = [name for name in (FRESH, FRESH_AGAIN) if joined.has(name)]
+        self.fresh = fresh[0] if fresh else None
+        self.warm = [name for name in joined.answers if self._is_warm(name)]
+        mains = (PERSISTENT, PERSISTENT_AGAIN, SHUFFLED)
+        ranked = [name for name in mains if name in self.warm] or self.warm
+        self.main = ranked[0] if ranked else None
+        self.control = self._control(fresh)
+        self.canaries = self._scan(prompts)
+
+    @property
+    def ordinals(self) -> tuple[int, ...]:
+        """Ordinals that every core arm has answered."""
+        return self.joined.compared
+
+    def facts(self, name: str) -> ArmFacts:
+        """Return an arm's facts."""
+        return self.joined.facts[name]
+
+    def _is_warm(self, name: str) -> bool:
+        facts = self.facts(name)
+        return (
+            name not in (REFERENCE, REFERENCE_AGAIN, FRESH, FRESH_AGAIN)
+            and not name.startswith("chunks_")
+            and facts.arm.lifetime == ONE_ENGINE
+        )
+
+    def _control(self, fresh: Sequence[str]) -> str | None:
+        if len(fresh) > 1:
+            return fresh[1]
+        if (
+            fresh
+            and self.joined.has(REFERENCE)
+            and self.bits_differ_by(fresh[0], REFERENCE) is None
+        ):
+            return REFERENCE
+        return None
+
+    def _scan(self, prompts: Mapping[str, str] | None) -> Canaries | None:
+        streams = {
+            name: stream
+            for name, stream in self.joined.streams.items()
+            if self.facts(name).order_known and self.facts(name).arm.lifetime == ONE_ENGINE
+        }
+        if not prompts or not streams:
+            return None
+        found = scan(streams, prompts)
+        return found if found.outputs else None
+
+    # --- pairs ----------------------------------------------------------------------------------
+
+    def bits_differ_by(self, a: str, b: str) -> str | None:
+        """Return why two arms must not be compared bit by bit, or None where they may."""
+        return bits_differ_by(self.facts(a), self.facts(b))
+
+    @functools.cache  # noqa: B019 (a case lives as long as its verdict is worked out)
+    def _bitwise(self, a: str, b: str) -> bool:
+        return self.bits_differ_by(a, b) is None
+
+    def differ(self, a: str, b: str, ordinal: int) -> Difference | None:
+        """Return how two arms' answers differ, at the strictest level that they may be held to."""
+        return difference(self.answer(a, ordinal), self.answer(b, ordinal), self._bitwise(a, b))
+
+    def beside(self, record: Record, reference: Record) -> Difference | None:
+        """Return how two answers to a prompt beside the samples differ."""
+        return difference(record, reference, self._bitwise(record.arm, reference.arm))
+
+    def answer(self, name: str, ordinal: int) -> Record:
+        """Return an arm's answer.
+
+        Raises:
+            KeyError: it has none.
+        """
+        return self.joined.answers[name][ordinal]
+
+    def both(self, *names: str) -> list[int]:
+        """Return the compared ordinals that all these arms have."""
+        return [
+            one for one in self.ordinals if all(one in self.joined.answers[name] for name in names)
+        ]
+
+    # --- what the arms show together ------------------------------------------------------------
+
+    @functools.cached_property
+    def unstable(self) -> dict[int, Difference]:
+        """Where fresh differs from fresh again."""
+        return self._differing(FRESH, FRESH_AGAIN)
+
+    @functools.cached_property
+    def warm_pair(self) -> dict[int, Difference]:
+        """Where persistent differs from persistent again."""
+        return self._differing(PERSISTENT, PERSISTENT_AGAIN)
+
+    @functools.cached_property
+    def reference_pair(self) -> dict[int, Difference]:
+        """Where the reference differs from itself."""
+        return self._differing(REFERENCE, REFERENCE_AGAIN)
+
+    def _differing(self, a: str, b: str) -> dict[int, Difference]:
+        if not self.joined.has(a, b):
+            return {}
+        found = {one: self.differ(a, b, one) for one in self.both(a, b)}
+        return {one: how for one, how in found.items() if how is not None}
+
+    @functools.cached_property
+    def is_exact(self) -> bool:
+        """Whether the controls are equal to the last bit at every index: no noise at all."""
+        fresh, control = self.fresh, self.control
+        if fresh is None or control is None or not self._bitwise(fresh, control):
+            return False
+        ordinals = self.both(fresh, control)
+        return len(ordinals) >= LEAST_EXACT and all(
+            has_bits(self.answer(fresh, one), self.answer(control, one))
+            and self.differ(fresh, control, one) is None
+            for one in ordinals
+        )
+
+    def calm(self, ordinal: int) -> bool:
+        """Whether the controls agree at an index."""
+        if self.fresh is None or self.control is None:
+            return self.fresh is not None
+        return self.differ(self.fresh, self.control, ordinal) is None
+
+    # --- tests ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def warm_tests(self) -> list[WarmTest]:
+        """Every warm arm against the controls, the main one first."""
+        if self.fresh is None:
+            return []
+        arms = sorted(self.warm, key=lambda name: name != self.main)
+        return [self._warm_test(name, self.fresh) for name in arms]
+
+    def _warm_test(self, name: str, fresh: str) -> WarmTest:
+        ordinals = self.both(name, fresh)
+        differing = [
+            one for one in ordinals if self.calm(one) and self.differ(name, fresh, one) is not None
+        ]
+        right = [
+            (bool(self.answer(name, one).correct), bool(self.answer(fresh, one).correct))
+            for one in ordinals
+        ]
+        right_only, wrong_only = right.count((True, False)), right.count((False, True))
+        if self.control is None:
+            tests = {CORRECTNESS: one_of_two(wrong_only, wrong_only + right_only)}
+        else:
+            tests = {level: self._odd(level, name, fresh, self.control) for level in LEVELS}
+        return WarmTest(name, tuple(differing), tests, right_only, wrong_only)
+
+    def _odd(self, level: str, name: str, fresh: str, control: str) -> Counted:
+        """Test whether `name` is the odd one of three."""
+        same = self._sameness(level)
+        odd = cases = 0
+        for one in self.both(name, fresh, control):
+            warm_is_odd = same(fresh, control, one)
+            equal = warm_is_odd + same(name, fresh, one) + same(name, control, one)
+            cases += equal == 1
+            odd += equal == 1 and warm_is_odd
+        return odd_one_out(odd, cases)
+
+    def _sameness(self, level: str) -> Callable[[str, str, int], bool]:
+        def correctness(a: str, b: str, ordinal: int) -> bool:
+            return self.answer(a, ordinal).correct == self.answer(b, ordinal).correct
+
+        def answers(a: str, b: str, ordinal: int) -> bool:
+            return difference(self.answer(a, ordinal), self.answer(b, ordinal), False) is None
+
+        def bits(a: str, b: str, ordinal: int) -> bool:
+            return self.differ(a, b, ordinal) is None
+
+        return {BITS: bits, ANSWERS: answers, CORRECTNESS: correctness}[level]
+
+    @functools.cached_property
+    def repeated(self) -> list[int]:
+        """Where both runs of the warm engine give the same answer, another than the fresh one."""
+        if self.fresh is None or not self.joined.has(PERSISTENT, PERSISTENT_AGAIN):
+            return []
+        return [
+            one
+            for one in self.both(PERSISTENT, PERSISTENT_AGAIN, self.fresh)
+            if self.calm(one)
+            and one not in self.warm_pair
+            and self.differ(PERSISTENT, self.fresh, one) is not None
+        ]
+
+    @functools.cached_property
+    def exact_test(self) -> Counted | None:
+        """Of a bit-stable engine: whether all that differs is warm, over all warm arms."""
+        if not self.is_exact or not self.warm_tests:
+            return None
+        bitwise = [
+            test for test in self.warm_tests if self.fresh and self._bitwise(test.arm, self.fresh)
+        ]
+        differing = sum(len(test.differing) for test in bitwise)
+        chance = Fraction(len(bitwise), len(bitwise) + 2)
+        return Counted(differing, differing, binomial_tail(differing, differing, chance))
+
+    @functools.cached_property
+    def race_test(self) -> Counted | None:
+        """Whether two warm runs differ at more indices than two fresh ones."""
+        if not self.joined.has(PERSISTENT, PERSISTENT_AGAIN, FRESH, FRESH_AGAIN):
+            return None
+        warm, fresh = set(self.warm_pair), set(self.unstable)
+        return one_of_two(len(warm - fresh), len(warm ^ fresh))
+
+    @functools.cached_property
+    def has_race(self) -> bool:
+        """Whether the warm runs' differences among themselves are shown to be a race."""
+        level = EXACT_ALPHA if self.is_exact else VERDICT_ALPHA
+        return self.race_test is not None and self.race_test.p_value <= level
+
+    @functools.cached_property
+    def leaking(self) -> list[str]:
+        """Warm arms whose differences are shown not to be noise."""
+        if all(set(test.differing) <= self.rounded for test in self.warm_tests):
+            return []
+        level = VERDICT_ALPHA / max(1, len(self.warm_tests))
+        by_test = [
+            test.arm
+            for test in self.warm_tests
+            if any(one.p_value <= level for one in test.tests.values())
+        ]
+        exact = self.exact_test
+        if exact is not None and (
+            exact.p_value <= EXACT_ALPHA or (self.repeated and not self.warm_pair)
+        ):
+            return [test.arm for test in self.warm_tests if test.differing]
+        return by_test
+
+    @functools.cached_property
+    def rounded(self) -> frozenset[int]:
+        """Where a warm engine rounds differently from a cold one, whatever it served before.
+
+        Some engines take other kernels once they are warm. That is no leak where the tokens are the
+        same, margins move by no more than rounding, and another order of requests gives the same
+        bits at every index. Our own engine promises that nothing adapts: there, bits are bits.
+        """
+        if self.fresh is None or not self.joined.has(PERSISTENT, SHUFFLED):
+            return frozenset()
+        if "attend_tokens" in self.facts(PERSISTENT).arm.settings:
+            return frozenset()
+        later = [
+            one
+            for one in self.both(PERSISTENT, SHUFFLED, self.fresh)
+            if self.answer(PERSISTENT, one).position and self.answer(SHUFFLED, one).position
+        ]
+        if any(self.differ(PERSISTENT, SHUFFLED, one) for one in later):
+            return frozenset()
+        low = numeric_floor([], [self.facts(PERSISTENT).arm.settings.get("dtype")]).low
+        found = set()
+        for one in later:
+            how = self.differ(PERSISTENT, self.fresh, one)
+            warm, cold = self.answer(PERSISTENT, one), self.answer(self.fresh, one)
+            if how is not None and (how.is_visible or largest_shift(warm, cold) > low):
+                return frozenset()
+            if how is not None:
+                found.add(one)
+        return frozenset(found if len(found) >= LEAST_ROUNDED else ())
+
+    # --- the reference --------------------------------------------------------------------------
+
+    @functools.cached_property
+    def floor(self) -> NumericFloor | None:
+        """The numeric floor between the tested engine's path and the reference's."""
+        own = self.fresh or self.main
+        if own is None or not self.joined.has(REFERENCE):
+            return None
+        return self._floor(own, REFERENCE)
+
+    @functools.cached_property
+    def noise_floor(self) -> NumericFloor | None:
+        """The numeric floor between two engines on the same path."""
+        if self.fresh is None or self.main is None:
+            return None
+        return self._floor(self.fresh, self.control or self.main)
+
+    def _floor(self, a: str, b: str) -> NumericFloor:
+        pairs = [(self.answer(a, one), self.answer(b, one)) for one in self.both(a, b)]
+        return numeric_floor(pairs, [self.facts(name).arm.settings.get("dtype") for name in (a, b)])
+
+    @functools.cached_property
+    def fault_test(self) -> Counted | None:
+        """Whether the reference is right where fresh engines are wrong, more than the reverse."""
+        if self.fresh is None or not self.joined.has(REFERENCE):
+            return None
+        right = [
+            (self.answer(self.fresh, one).correct, self.answer(REFERENCE, one).correct)
+            for one in self.both(self.fresh, REFERENCE)
+            if one not in self.unstable and one not in self.reference_pair
+        ]
+        wrong_only, right_only = right.count((False, True)), right.count((True, False))
+        return one_of_two(wrong_only, wrong_only + right_only)
+
+
+def proofs_by_ordinal(case: Case, known: Collection[int]) -> dict[int, list[str]]:
+    """Return what each canary proves, by the ordinal of the output it stands in."""
+    found: dict[int, list[str]] = {}
+    for proof in case.canaries.proofs if case.canaries else ():
+        fresh = case.joined.get(case.fresh, proof.ordinal) if case.fresh else None
+        # What a fresh engine prints too did not come from another request.
+        if proof.ordinal in known and not (fresh and proof.value in (fresh.output or "").lower()):
+            found.setdefault(proof.ordinal, []).append(
+                f"{proof.arm} prints {proof.value}, the answer of index {proof.owner}, which this "
+                f"engine served at position {proof.owner_position}, at position {proof.position}"
+            )
+    return found
