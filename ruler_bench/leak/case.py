@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ruler_bench.leak.arms import ONE_ENGINE
-from ruler_bench.leak.canary import Canaries, scan
+from ruler_bench.leak.canary import Canaries, Canary, scan
 from ruler_bench.leak.differences import (
     Difference,
     NumericFloor,
@@ -129,6 +129,17 @@ class Case:
             return None
         found = scan(streams, prompts)
         return found if found.outputs else None
+
+    @functools.cached_property
+    def proofs(self) -> list[Canary]:
+        """Canaries at indices of the samples that a fresh engine does not print, too."""
+        found = []
+        for one in self.canaries.proofs if self.canaries else ():
+            fresh = self.joined.get(self.fresh, one.ordinal) if self.fresh else None
+            printed = fresh is not None and one.value in (fresh.output or "").lower()
+            if one.ordinal in self.joined.known and not printed:
+                found.append(one)
+        return found
 
     # --- pairs ----------------------------------------------------------------------------------
 
@@ -294,7 +305,11 @@ class Case:
 
     @functools.cached_property
     def leaking(self) -> list[str]:
-        """Warm arms whose differences are shown not to be noise."""
+        """Warm arms whose differences are shown not to be noise.
+
+        Where a canary proves that an arm's engine leaks, its other differences are put down to the
+        leak, too.
+        """
         if all(set(test.differing) <= self.rounded for test in self.warm_tests):
             return []
         level = VERDICT_ALPHA / max(1, len(self.warm_tests))
@@ -303,6 +318,8 @@ class Case:
             for test in self.warm_tests
             if any(one.p_value <= level for one in test.tests.values())
         ]
+        proven = {one.arm for one in self.proofs}
+        by_test += [test.arm for test in self.warm_tests if test.arm in proven - set(by_test)]
         exact = self.exact_test
         if exact is not None and (
             exact.p_value <= EXACT_ALPHA or (self.repeated and not self.warm_pair)
@@ -373,17 +390,3 @@ class Case:
         ]
         wrong_only, right_only = right.count((False, True)), right.count((True, False))
         return one_of_two(wrong_only, wrong_only + right_only)
-
-
-def proofs_by_ordinal(case: Case, known: Collection[int]) -> dict[int, list[str]]:
-    """Return what each canary proves, by the ordinal of the output it stands in."""
-    found: dict[int, list[str]] = {}
-    for proof in case.canaries.proofs if case.canaries else ():
-        fresh = case.joined.get(case.fresh, proof.ordinal) if case.fresh else None
-        # What a fresh engine prints too did not come from another request.
-        if proof.ordinal in known and not (fresh and proof.value in (fresh.output or "").lower()):
-            found.setdefault(proof.ordinal, []).append(
-                f"{proof.arm} prints {proof.value}, the answer of index {proof.owner}, which this "
-                f"engine served at position {proof.owner_position}, at position {proof.position}"
-            )
-    return found

@@ -317,12 +317,17 @@ def _questions(streams: Mapping[str, Sequence[Record]]) -> dict[int, Record]:
 
 
 def _foreign(a: Record, b: Record) -> str | None:
-    """Return the field in which two questions differ; one that is not known does not differ."""
-    for key in ("task", "expected", "prompt_sha256"):
+    """Return the field in which two questions differ; one that is not known does not differ.
+
+    Files of others have prompts that are cut elsewhere; their hashes bear a mark of the format, and
+    are held against those of the same format alone.
+    """
+    for key in ("task", "expected"):
         one, two = getattr(a, key), getattr(b, key)
         if one and two and one != two:
             return key
-    return None
+    (mark, _, one), (other, _, two) = (record.prompt_sha256.rpartition(":") for record in (a, b))
+    return "prompt_sha256" if one and two and mark == other and one != two else None
 
 
 def _by_ordinal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -83,12 +83,12 @@ def markdown_verdict(verdict: Verdict, heading: str = "##") -> str:
     return "\n\n".join(parts)
 
 
-def _plain(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _plain(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = [[visible(cell) for cell in row] for row in rows]
     return tabulate(cells, headers=titles, tablefmt="simple", disable_numparse=True)
 
 
-def _marked(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _marked(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return markdown_table(titles, [[markdown_cell(cell) for cell in row] for row in rows])
 
 

@@ -81,11 +81,9 @@ def _leak(case: Case, ones: Sequence[IndexVerdict], of: int) -> str:
     verb = "changes" if len(ones) == 1 else "change"
     parts = [f"{_number(len(ones), of)} {verb} when the engine has served others{arm}"]
     parts += _first(ones)
-    if case.canaries is not None:
-        shown = {one.ordinal for one in ones}
-        proofs = [one for one in case.canaries.proofs if one.ordinal in shown]
-        if proofs:
-            parts.append(f"index {proofs[0].ordinal} prints the answer of index {proofs[0].owner}")
+    if case.proofs:
+        proof = min(case.proofs, key=lambda one: (one.arm != case.main, one.position))
+        parts.append(f"index {proof.ordinal} prints the answer of index {proof.owner}")
     right = sum(one.correct.get(case.main or "") is True for one in ones)
     if right:
         parts.append(f"{right} of them still scored right")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ruler_bench.leak.arms import Arm
-from ruler_bench.leak.case import BITS, Case, proofs_by_ordinal
+from ruler_bench.leak.case import BITS, Case
 from ruler_bench.leak.classes import (
     CANARY,
     CLASSES,
@@ -39,6 +39,7 @@ from ruler_bench.leak.join import (
     REFERENCE,
     REFERENCE_AGAIN,
     ArmFacts,
+    arm_facts,
     join,
 )
 from ruler_bench.leak.sentence import sentence
@@ -157,6 +158,40 @@ def judge(
     )
 
 
+def judge_run(
+    manifest: Mapping[str, Any],
+    records: Sequence[Record],
+    prompts: Mapping[str, str] | None = None,
+    max_unstable: float = 0.0,
+) -> Verdict:
+    """Judge one run of several arms; see `judge`.
+
+    Args:
+        manifest: the run's.
+        records: of all its arms.
+        prompts: by their hash.
+        max_unstable: share of unstable answers that passes.
+
+    Raises:
+        UsageError: see `judge`; or the manifest is damaged.
+    """
+    return judge(
+        records,
+        arm_facts(manifest, records),
+        title=manifest.get("task"),
+        prompts=prompts,
+        audited=audited(manifest),
+        max_unstable=max_unstable,
+    )
+
+
+def audited(manifest: Mapping[str, Any]) -> list[int] | None:
+    """Return the ordinals that were given fresh engines whatever their answers; None for all."""
+    fresh = manifest.get("fresh")
+    found = fresh.get("audited") if isinstance(fresh, dict) else None
+    return found if isinstance(found, list) else None
+
+
 def _arm(facts: ArmFacts) -> dict[str, Any]:
     return {
         "lifetime": facts.arm.lifetime if facts.is_known or facts.order_known else None,
@@ -214,7 +249,12 @@ def _notes(case: Case, max_unstable: float, shaky: int) -> list[str]:
 
 
 def _indices(case: Case) -> list[IndexVerdict]:
-    proofs = proofs_by_ordinal(case, case.joined.known)
+    proofs: dict[int, list[str]] = {}
+    for one in case.proofs:
+        proofs.setdefault(one.ordinal, []).append(
+            f"{one.arm} prints {one.value}, the answer of index {one.owner}, which this engine "
+            f"served at position {one.owner_position}, at position {one.position}"
+        )
     beside = _faults_beside(case)
     found = []
     for ordinal in case.joined.known:

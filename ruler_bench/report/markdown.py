@@ -42,8 +42,13 @@ ALL_RIGHT = "None: every sample was answered with full score."
 NOTHING_RUN = "None: no sample has been run."
 
 
-def write_reports(folder: Path, runs: Sequence[Run]) -> None:
+def write_reports(folder: Path, runs: Sequence[Run], verdict: str | None = None) -> None:
     """Write summary.csv and report.md into an existing folder.
+
+    Args:
+        folder: where to.
+        runs: one entry an arm or run.
+        verdict: a section that comes first (`ruler_bench.leak.report.markdown_verdict`).
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -51,14 +56,15 @@ def write_reports(folder: Path, runs: Sequence[Run]) -> None:
     """
     rows = build_rows(runs)
     write_summary(folder / "summary.csv", rows)
-    (folder / "report.md").write_text(report(runs, rows), encoding="utf-8", newline="\n")
+    (folder / "report.md").write_text(report(runs, rows, verdict), encoding="utf-8", newline="\n")
 
 
-def report(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    """Return title, the table, what failed, and the settings in force, in Markdown."""
+def report(runs: Sequence[Run], rows: Sequence[Row], verdict: str | None = None) -> str:
+    """Return title, verdict, the table, what failed, and the settings in force, in Markdown."""
     title = _name(rows[0]) if len(rows) == 1 else f"{len(rows)} runs"
     parts = [
         f"# RULER: {title}",
+        *([verdict] if verdict else []),
         "## Results",
         markdown_runs(rows),
         legend(rows),
