@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from ruler_bench.leak.verdict import Verdict
 
 from backends.base import ConfigurationError
 from ruler_bench.cli import (
@@ -71,6 +75,8 @@ def job(config: DictConfig) -> JobResult:
             result.status = USAGE_ERROR
             continue
         runs += outcome.runs
+        if outcome.verdict is not None:
+            print_verdict(outcome.verdict, in_full=swept is None)
         result.cells.append(CellRef(str(cell.folder), cell.ordinals))
         result.status = worst([result.status, outcome.status])
         if outcome.status == INTERRUPTED:
@@ -79,13 +85,18 @@ def job(config: DictConfig) -> JobResult:
         print(terminal_table(runs))
         for line in failures_summary(runs):
             print(line)
-    if config.note and runs:
-        print(config.note)
     for one in result.cells:
         print(f"Records and report: {one.folder}")
     if result.status == INTERRUPTED:
         print(GOES_ON, file=sys.stderr)
     return result
+
+
+def print_verdict(verdict: Verdict, in_full: bool) -> None:
+    """Print a verdict, of a job in a sweep its sentence alone; report.md has the rest."""
+    from ruler_bench.leak.report import terminal_verdict  # noqa: PLC0415 (scipy takes long)
+
+    print(terminal_verdict(verdict) + "\n" if in_full else verdict.sentence)
 
 
 def _sweep() -> int:

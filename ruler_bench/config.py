@@ -21,7 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ruler_bench.errors import UsageError, unknown_name
-from ruler_bench.leak.arms import REFERENCE, SPELLINGS, kind_of
+from ruler_bench.leak.arms import REFERENCES, SPELLINGS, kind_of
 from ruler_bench.tasks import TaskSpec
 
 MAX_SEED = 2**32 - 1
@@ -42,6 +42,7 @@ KEYS_WITHOUT_RESULTS = frozenset(
         "fresh.audit",
         "fresh.start",
         "stop_on",
+        "max_unstable",
         "timeout_seconds",
         "note",
     }
@@ -84,6 +85,7 @@ class RunConfig(DataConfig):
     workers: int = 1
     timeout_seconds: float = 3600.0
     stop_on: str | None = None
+    max_unstable: float = 0.0
     note: str | None = None
     out: str | None = None
     overwrite: bool = False
@@ -188,6 +190,7 @@ class Cell:
         timeout_seconds: how long an engine in a process of its own may take to start, or for one
             request.
         stop_on: None, or "leak": stop when two arms contradict each other.
+        max_unstable: share of the samples that may be unstable before the exit status says so.
         note: what is said with the table.
     """
 
@@ -211,6 +214,7 @@ class Cell:
     workers: int = 1
     timeout_seconds: float = 3600.0
     stop_on: str | None = None
+    max_unstable: float = 0.0
     note: str | None = None
 
     def settings(self) -> dict[str, Any]:
@@ -379,6 +383,13 @@ def check_arms(arms: Sequence[str]) -> tuple[str, ...]:
     return tuple(arms)
 
 
+NEEDS_ARMS = (
+    "experiment=leakcheck arms={arms}: one arm alone gives no verdict. A leak needs persistent and "
+    "fresh; a race persistent_again, too; an unstable engine fresh and fresh_again; an engine "
+    "fault fresh and reference."
+)
+
+
 def check_fresh(fresh: Fresh, arms: Sequence[str], workers: int) -> None:
     """Check how the arms with an engine for each request are to be run.
 
@@ -532,10 +543,16 @@ def cells(
     device = resolve_device(config.device)
     fresh = _fresh(config)
     check_fresh(fresh, arms, config.workers)
+    if choices.get("experiment") == "leakcheck" and len(arms) == 1:
+        raise UsageError(NEEDS_ARMS.format(arms=_shown(list(arms))))
     if not 0 < config.timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise UsageError(
             f"timeout_seconds={config.timeout_seconds:g}: out of range; must be above 0 and at "
             f"most {MAX_TIMEOUT_SECONDS}."
+        )
+    if not 0 <= config.max_unstable <= 1:
+        raise UsageError(
+            f"max_unstable={config.max_unstable:g}: out of range; must be a share, 0 to 1."
         )
     if config.stop_on is not None and config.stop_on not in STOP_ON:
         raise unknown_name("stop_on", config.stop_on, STOP_ON)
@@ -557,11 +574,12 @@ def cells(
             threads=threads,
             arms=arms,
             folder=folder if len(lengths) == 1 else folder / str(length),
-            references=_references(config, choices) if REFERENCE in arms else (),
+            references=_references(config, choices) if {*REFERENCES} & {*arms} else (),
             fresh=fresh,
             workers=config.workers,
             timeout_seconds=config.timeout_seconds,
             stop_on=config.stop_on,
+            max_unstable=config.max_unstable,
             note=config.note,
         )
         for length in lengths

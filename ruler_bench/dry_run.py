@@ -1,19 +1,25 @@
-"""What a run would do, for `dry_run=true`."""
+"""What a run would do, for `dry_run=true`: no engine is started and no sample is made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ruler_bench.config import Cell
 from ruler_bench.host import memory_plan
 from ruler_bench.journal import read_run
+from ruler_bench.leak.arms import REFERENCES
 from ruler_bench.records import Record
+from ruler_bench.report import Run
 from ruler_bench.run import (
     check_cell,
     harness_arguments,
     least_context_tokens,
     load_tokenizers,
+    planned,
 )
+from ruler_bench.streams import Stream
 
 
 def describe_cell(cell: Cell) -> str:
@@ -25,19 +31,119 @@ def describe_cell(cell: Cell) -> str:
     """
     model = check_cell(cell)
     run = read_run(cell.folder)
-    records = [] if run is None else run.records
-    done = {one.ordinal for one in records if one.error is None} & set(cell.ordinals)
-    missing = len(cell.ordinals) - len(done)
+    plans = [_plan(cell, one, run) for one in planned(cell)]
+    missing, done = sum(one.missing for one in plans), sum(one.done for one in plans)
+    most = "at most " * any(one.is_most for one in plans)
     lines = [
         f"{cell.task.name} at {cell.length} tokens, {cell.backend} with {cell.model} "
         f"on {cell.device}",
-        f"  requests: {missing} to run, {len(done)} recorded already",
+        f"  requests: {most}{missing} to run, {done} recorded already",
+        *_arm_lines(cell, plans),
         f"  tokens: {missing * cell.length} of prompt and generation, at most",
-        f"  expected time: {_expected_time(missing, records)}",
+        f"  expected time: {_expected_time(plans)}",
         f"  folder: {cell.folder}",
         *_memory_plan(cell, model),
     ]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is left of one arm.
+
+    Attributes:
+        arm: its name.
+        missing, done: requests to run, and recorded already.
+        engines: how many would be started.
+        is_most: whether fewer may be asked, since suspects are not known before.
+        sample_seconds, start_seconds: of a request and of an engine's start, as measured.
+        measured_in: the arm whose figures these are.
+        workers: engines at a time.
+    """
+
+    arm: str
+    missing: int
+    done: int
+    engines: int
+    is_most: bool
+    sample_seconds: float | None
+    start_seconds: float
+    measured_in: str
+    workers: int
+
+    @property
+    def seconds(self) -> float | None:
+        """The expected time; None where nothing was measured."""
+        if not self.missing:
+            return 0.0
+        if self.sample_seconds is None:
+            return None
+        alone = self.missing * self.sample_seconds + self.engines * self.start_seconds
+        return alone / min(self.workers, self.engines)
+
+
+def _plan(cell: Cell, stream: Stream, run: Run | None) -> _Plan:
+    records = [] if run is None else run.records
+    steps = {one.step for one in stream.steps}
+    mine = [one for one in records if one.arm == stream.arm]
+    done = {one.step for one in mine if one.error is None} & steps
+    pending = stream.pending(done)
+    seconds, measured_in = _sample_seconds(stream.arm, mine, records)
+    return _Plan(
+        arm=stream.arm,
+        missing=len(pending),
+        done=len(done),
+        engines=len(pending) if stream.kind.is_fresh else min(1, len(pending)),
+        is_most=stream.kind.is_fresh and cell.fresh.on == "suspects" and bool(pending),
+        sample_seconds=seconds,
+        start_seconds=_start_seconds(stream.arm, {} if run is None else run.manifest),
+        measured_in=measured_in,
+        workers=cell.workers if stream.kind.is_fresh else 1,
+    )
+
+
+def _sample_seconds(
+    arm: str, mine: Sequence[Record], records: Sequence[Record]
+) -> tuple[float | None, str]:
+    """Return the mean time of a request: the arm's own, else that of an arm of the same backend."""
+    if _mean(mine) is not None or arm in REFERENCES:
+        return _mean(mine), arm
+    others = [one for one in records if one.arm not in REFERENCES]
+    names = sorted({one.arm for one in others}, key=lambda one: one != "persistent")
+    for name in names:
+        found = _mean([one for one in others if one.arm == name])
+        if found is not None:
+            return found, name
+    return None, arm
+
+
+def _mean(records: Sequence[Record]) -> float | None:
+    seconds = [one.total_seconds for one in records if one.total_seconds is not None]
+    return sum(seconds) / len(seconds) if seconds else None
+
+
+def _start_seconds(arm: str, found: Mapping[str, object]) -> float:
+    """Return the mean time to build an engine: of the arm, else of any; 0 where none was timed."""
+    lives = found.get("lives")
+    timed = [one for one in lives if "start_seconds" in one] if isinstance(lives, list) else []
+    chosen = [one for one in timed if one["arm"] == arm] or timed
+    engines = sum(one["engines"] for one in chosen)
+    return sum(one["start_seconds"] for one in chosen) / engines if engines else 0.0
+
+
+def _arm_lines(cell: Cell, plans: Sequence[_Plan]) -> list[str]:
+    """Return a line an arm; none where there is only the default one."""
+    if cell.arms == ("persistent",):
+        return []
+    lines = []
+    for one in plans:
+        engines = f", {one.engines} engines" if one.engines > 1 else ""
+        most = "at most " * one.is_most
+        time = "" if one.seconds is None or not one.missing else f", {one.seconds:.0f} s"
+        lines.append(
+            f"    {one.arm}: {most}{one.missing} to run, {one.done} recorded{engines}{time}"
+        )
+    return lines
 
 
 def _memory_plan(cell: Cell, model: Path) -> list[str]:
@@ -53,11 +159,16 @@ def _memory_plan(cell: Cell, model: Path) -> list[str]:
     return [f"  memory plan{least}:", *(f"    {line}" for line in lines)]
 
 
-def _expected_time(missing: int, records: list[Record]) -> str:
-    seconds = [one.total_seconds for one in records if one.total_seconds is not None]
-    if not missing:
+def _expected_time(plans: Sequence[_Plan]) -> str:
+    left = [one for one in plans if one.missing]
+    if not left:
         return "none, all is recorded"
-    if not seconds:
+    unknown = [one.arm for one in left if one.seconds is None]
+    if len(unknown) == len(left):
         return "not known before a first sample has run in this folder"
-    mean = sum(seconds) / len(seconds)
-    return f"{missing * mean:.0f} s, at {mean:.2f} s a sample as recorded in this folder"
+    timed = [one for one in left if one.seconds is not None]
+    total = sum(one.seconds for one in timed if one.seconds is not None)
+    based = sorted({f"{one.sample_seconds:.2f} s a sample in {one.measured_in}" for one in timed})
+    rest = f"; {', '.join(unknown)} not known before a first sample" if unknown else ""
+    most = "at most " * any(one.is_most for one in timed)
+    return f"{most}{total:.0f} s, as recorded in this folder ({', '.join(based)}){rest}"

@@ -20,7 +20,8 @@ from ruler_bench.config import (
     shareable,
 )
 from ruler_bench.errors import UsageError
-from ruler_bench.leak.arms import REFERENCE, Arm, arms_of, in_running_order, swept_setting
+from ruler_bench.leak.arms import REFERENCE, REFERENCES, Arm, in_running_order, swept_setting
+from ruler_bench.leak.join import ArmFacts, arm_facts
 from ruler_bench.questions import Questions
 from ruler_bench.records import (
     Record,
@@ -36,7 +37,7 @@ from ruler_bench.tasks import DataSpec, Sample
 
 OTHER_LENGTHS = ("length_mix", "boundary", REFERENCE)
 """Arms that also ask prompts of other lengths."""
-OTHER_SETTINGS = (REFERENCE,)
+OTHER_SETTINGS = REFERENCES
 """Arms whose engines are not of the run's backend as it was asked for."""
 
 
@@ -133,9 +134,9 @@ class Journal:
         """The records of the folder, the last for each step."""
         return list(self._records)
 
-    def arms(self) -> dict[str, Arm]:
+    def arms(self) -> dict[str, ArmFacts]:
         """Return the arms that ran, by name."""
-        return arms_of(self.manifest)
+        return arm_facts(self.manifest, self._records)
 
     def finished(self, arm: str) -> list[Record]:
         """Return the arm's finished samples; those that failed are run again."""
@@ -299,8 +300,8 @@ class Journal:
         ):
             file.write(f"{manifest.now()} {where}\n{text or traceback.format_exc()}\n")
 
-    def close(self, streams: Sequence[Stream], ordinals: Sequence[int]) -> list[Run]:
-        """Close the record file and return the records that were asked for, one Run an arm."""
+    def close(self, streams: Sequence[Stream], ordinals: Sequence[int]) -> Run:
+        """Close the record file and return the records that were asked for, of all arms."""
         self._writer.close()
         asked = {(one.arm, step.step) for one in streams for step in one.steps}
         records = [one for one in self._records if (one.arm, one.step) in asked]
@@ -309,7 +310,7 @@ class Journal:
             "indices": as_indices(ordinals),
             "finished": manifest.now() if complete else None,
         }
-        return by_arm(Run(manifest=self.manifest, records=records))
+        return Run(manifest=self.manifest, records=records)
 
 
 def prompt_hash(sample: Sample) -> str:

@@ -9,6 +9,7 @@ user's is imported after the fork, since its module may do anything.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -30,7 +31,16 @@ from ruler_bench.answer import checked_generation
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.host import described, start_backend
 
-PRELOADED = ("torch", "backends.engine", "ruler_bench.lives")
+PRELOADED = (
+    "torch",
+    "backends.engine",
+    # What our engine reads a model's configuration with; each takes long, and none is found by
+    # importing transformers alone.
+    "transformers.models.auto.modeling_auto",
+    *(f"transformers.models.{one}.configuration_{one}" for one in ("llama", "mistral")),
+    *(f"transformers.models.{one}.configuration_{one}" for one in ("qwen2", "qwen3")),
+    "ruler_bench.lives",
+)
 """What the fork server imports; nothing here starts a thread or touches a GPU when imported."""
 CLOSE_SECONDS = 60
 SHOWN_LINES = 20
@@ -96,6 +106,10 @@ class Life(Protocol):
         """End a process at once, whatever it does; an engine in this process is left to close."""
         ...
 
+    def printed(self) -> list[str]:
+        """Return the lines that a process of its own printed so far, which nobody has seen."""
+        ...
+
 
 class LocalLife:
     """An engine in this process."""
@@ -132,6 +146,10 @@ class LocalLife:
 
     def end(self) -> None:
         """Do nothing; see `Life`."""
+
+    def printed(self) -> list[str]:
+        """Return nothing: this process has printed it; see `Life`."""
+        return []
 
 
 def _failure(error: BaseException) -> Failure:
@@ -269,7 +287,7 @@ class ProcessLife:
             return Failure(
                 f"EngineHung: {what} took more than timeout_seconds={self._timeout_seconds:g}; the "
                 "engine's process was ended",
-                self._printed(),
+                self._last_printed(),
                 is_over=True,
             )
         try:
@@ -280,17 +298,21 @@ class ProcessLife:
             self.end()
             return Failure(
                 f"EngineDied: the engine's process ended during {what} ({_ending(process)})",
-                self._printed(),
+                self._last_printed(),
                 is_over=True,
             )
 
-    def _printed(self) -> str:
-        """Return the last lines that the process printed."""
-        try:
-            lines = Path(self._output.name).read_text(errors="replace").splitlines()
-        except OSError:
-            return ""
+    def _last_printed(self) -> str:
+        """Return the last lines that the process printed, for errors.log."""
+        lines = self.printed()
         return "\n".join(["What the process printed last:", *lines[-SHOWN_LINES:]])
+
+    def printed(self) -> list[str]:
+        """Return the lines that the engine's process printed so far."""
+        try:
+            return Path(self._output.name).read_text(errors="replace").splitlines()
+        except OSError:
+            return []
 
     def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
         """Ask one request; see `Life`."""
@@ -385,6 +407,7 @@ def _serve(
 ) -> None:
     """Build an engine and answer requests until None comes. Runs in a process of its own."""
     os.chdir(folder)
+    gc.freeze()  # what was imported before the fork need not be searched for garbage here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the harness, which ends this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _print_into(output)

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from ruler_bench.config import is_secret_key, portable_path
 from ruler_bench.errors import UsageError
+from ruler_bench.leak.arms import arms_of
 
 FORMAT_VERSION = 1
 MANIFEST, RECORDS, LOCK = "manifest.json", "records.jsonl", ".lock"
@@ -108,6 +109,10 @@ def _problem(manifest: dict[str, Any]) -> str | None:
             return f"{key} is no text"
     if type(manifest.get("length")) is not int:
         return "length is no number"
+    try:
+        arms_of(manifest)
+    except ValueError as error:
+        return str(error)
     lives = manifest.get("lives")
     if not isinstance(lives, list) or not all(
         isinstance(one, dict) and isinstance(one.get("arm"), str) for one in lives
@@ -196,7 +201,7 @@ def _remove_if_unused(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-RUN_FILES = (MANIFEST, RECORDS, ERROR_LOG, "report.md", "summary.csv")
+RUN_FILES = (MANIFEST, RECORDS, ERROR_LOG, "report.md", "summary.csv", "verdict.json", "junit.xml")
 RUN_FOLDERS = ("predictions",)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from ruler_bench.tasks.spec import MAX_SEED
 from ruler_bench.tokenizer import Tokenizer
 
 CUT_PLACES = (0.5, 0.3, 0.7, 0.15, 0.85, 0.05)
+PARTS = {HALF: (2,), QUARTER: (4, 2)}
+"""What the length is divided by; a task that a quarter has no room for is asked at half."""
 KEPT_AROUND_ANSWER = 120
 """Characters on each side of an answer that must survive a cut for it to be asked for."""
 
@@ -40,6 +42,7 @@ class Questions:
         self._encoder = encoder
         self._cache = cache
         self._loaded: dict[str, list[Question]] = {}
+        self._lengths: dict[str, int] = {}
 
     def load(self, steps: Iterable[Step]) -> None:
         """Make everything that these steps ask.
@@ -59,16 +62,19 @@ class Questions:
         data = self._data
         if source == AGING:
             data = replace(data, seed=(data.seed + 1) % (MAX_SEED + 1))
-        elif source in (HALF, QUARTER):
-            data = replace(data, length=data.length // (2 if source == HALF else 4))
+        for part in PARTS.get(source, (1,)):
+            data = replace(data, length=self._data.length // part)
+            self._lengths[source] = data.length
             try:
                 return load_questions(data, self._encoder, count, self._cache)
             except UsageError as error:
-                raise UsageError(
-                    f"arm length_mix: length={self._data.length} leaves no room for prompts of a "
-                    f"{source} of it ({error}); use a larger length, or leave the arm out."
-                ) from error
-        return load_questions(data, self._encoder, count, self._cache)
+                if part == 1:
+                    raise
+                refused = error
+        raise UsageError(
+            f"arm length_mix: length={self._data.length} leaves no room for prompts of half of it "
+            f"({refused}); use a larger length, or leave the arm out."
+        ) from refused
 
     def samples(self) -> list[Sample]:
         """Return the samples of the run, from ordinal 0."""
@@ -83,11 +89,8 @@ class Questions:
         """Return the question of a step."""
         source, number = _place(step)
         question = self._loaded[source][number]
-        length = self._data.length
-        if source in (HALF, QUARTER):
-            length //= 2 if source == HALF else 4
         if step.source != CUT:
-            return Asked(question, length, step.scored)
+            return Asked(question, self._lengths[source], step.scored)
         tokens = cut_tokens(len(question.prompt_token_ids), step)
         shorter, is_whole = cut(question, tokens, self._encoder)
         return Asked(shorter, shorter.tokens, step.scored and is_whole)
@@ -112,6 +115,9 @@ def cut_tokens(prompt_tokens: int, step: Step) -> int:
             f"is not longer than one block or chunk of {step.unit_tokens}; use a larger length, "
             "smaller ones, or leave the arm out."
         )
+    avoided = step.avoided_tokens
+    if avoided and whole % avoided == 0 and whole > max(2, step.unit_tokens):
+        whole -= step.unit_tokens
     return whole + step.beyond_tokens
 
 
@@ -154,8 +160,3 @@ def _surroundings(sample: Sample) -> list[str]:
             return []
         found.append(sample.input[max(0, place - KEPT_AROUND_ANSWER) : place + len(answer) + 1])
     return found
-
-
-def largest_tokens(asked: Sequence[Asked]) -> int:
-    """Return the most tokens of prompt and generation that one of these takes."""
-    return max(one.question.tokens for one in asked)

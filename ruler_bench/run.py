@@ -11,24 +11,25 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backends.base import ConfigurationError, Generation, Request
 from ruler_bench import manifest, model_files
 from ruler_bench.config import Cell, NamedBackend
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.host import cannot_cancel, check_arm, checked_factory, described, settings_of_arm
-from ruler_bench.journal import Journal, prompt_hash
+from ruler_bench.journal import Journal, by_arm, prompt_hash
 from ruler_bench.leak.arms import (
     CANCEL,
     ENGINE_PER_SAMPLE,
     ENGINE_PER_SAMPLE_IN_PROCESS,
     FILL,
     ONE_ENGINE,
-    REFERENCE,
+    REFERENCES,
     Arm,
     kind_of,
 )
+from ruler_bench.leak.join import arm_facts
 from ruler_bench.lives import (
     Failure,
     Life,
@@ -48,6 +49,9 @@ from ruler_bench.suspects import audited, suspects, suspicious
 from ruler_bench.tasks import DataSpec, Sample
 from ruler_bench.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from ruler_bench.leak.verdict import Verdict
+
 __all__ = ["cache_dir", "described", "output_text", "run_cell"]
 
 OK, SAMPLE_ERRORS, INTERRUPTED = 0, 1, 130
@@ -58,11 +62,12 @@ CANCEL_SECONDS = 0.05
 @dataclass(frozen=True)
 class Outcome:
     """What became of one cell: its exit status, and each arm's records, partial after an
-    interrupt.
+    interrupt; with several arms, the verdict over them.
     """
 
     status: int
     runs: list[Run]
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Bench:
     stop_token_ids: tuple[int, ...]
     journal: Journal
     references: list[NamedBackend] = field(default_factory=list)
+    shown: set[str] = field(default_factory=set)
 
     def asked(self) -> list[Asked]:
         """Return every question that the run asks."""
@@ -147,15 +153,41 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
         check_tokens(bench)
         journal.verify(recorded_streams(bench), bench.questions, cell)
         status, ran = run_streams(bench)
-        runs = journal.close(ran, cell.ordinals)
+        run = journal.close(ran, cell.ordinals)
+        runs = by_arm(run)
+        verdict = verdict_of(bench, run)
         written = journal.holds_another_run or write_outputs(
-            folder, runs, bench.questions.samples()
+            folder, runs, bench.questions.samples(), verdict
         )
-    if status == OK and not written:
+    if status == OK and verdict is not None:
+        status = verdict.status
+    if status == OK and (not written or any(record.error for record in run.records)):
         status = SAMPLE_ERRORS
-    if status == OK and any(record.error for run in runs for record in run.records):
-        status = SAMPLE_ERRORS
-    return Outcome(status, runs)
+    return Outcome(status, runs, verdict)
+
+
+def verdict_of(bench: Bench, run: Run) -> Verdict | None:
+    """Return the verdict over the arms of a run; None where there is one arm, or no answer."""
+    arms = {one.arm for one in run.records}
+    if len(arms) < 2 or all(one.error is not None for one in run.records):
+        return None
+    from ruler_bench.leak.verdict import judge  # noqa: PLC0415 (scipy takes long)
+
+    prompts = [one.question.sample for one in bench.asked()]
+    fresh = run.manifest.get("fresh") or {}
+    try:
+        return judge(
+            run.records,
+            arm_facts(run.manifest, run.records),
+            title=bench.cell.task.name,
+            prompts={prompt_hash(one): one.prompt for one in prompts},
+            audited=fresh.get("audited") if bench.cell.fresh.on == "suspects" else None,
+            max_unstable=bench.cell.max_unstable,
+            notes=[bench.cell.note] if bench.cell.note else [],
+        )
+    except UsageError as error:  # the arms have no sample in common yet
+        print(f"no verdict: {one_line(error)}", file=sys.stderr)
+        return None
 
 
 def data_spec(cell: Cell, counter: Tokenizer) -> DataSpec:
@@ -420,7 +452,10 @@ def records_of(
     for event in events(bench, stream, pending):
         if isinstance(event, Started):
             settings = None if event.life is None else event.life.settings
+            is_first = number == 0
             number = bench.journal.begin_life(arm_of(bench, stream), settings, event.seconds)
+            if is_first and event.life is not None:
+                show_printed(bench, event.life)
         else:
             place = {
                 "arm": arm.name,
@@ -432,10 +467,18 @@ def records_of(
             yield record_of(bench, event.step, event.reply, place)
 
 
+def show_printed(bench: Bench, life: Life) -> None:
+    """Print what an engine said at its start, such as its memory plan; the same line once a run."""
+    for line in life.printed():
+        if line not in bench.shown:
+            bench.shown.add(line)
+            print(line, file=sys.stderr)
+
+
 def arm_of(bench: Bench, stream: Stream) -> Arm:
     """Return what the manifest says about a stream's arm, its settings in force apart."""
     backend = bench.cell.backend
-    if stream.arm == REFERENCE:
+    if stream.arm in REFERENCES:
         backend = bench.references[0].name
     lifetime = ONE_ENGINE
     if stream.kind.is_fresh:
@@ -532,8 +575,8 @@ def start_life(bench: Bench, stream: Stream) -> Life:
         UsageError, ConfigurationError: a setting is wrong.
         StartFailed: the engine's own code failed, or its process died or hung.
     """
-    if stream.arm == REFERENCE:
-        return start_reference(bench)
+    if stream.arm in REFERENCES:
+        return start_reference(bench, stream.arm)
     life = start_one(bench, stream.arm, settings_of_arm(stream.arm, bench.cell.backend_settings))
     if "cancel" in bench.cell.arms and not life.can_cancel:
         life.close()
@@ -541,17 +584,17 @@ def start_life(bench: Bench, stream: Stream) -> Life:
     return life
 
 
-def start_reference(bench: Bench) -> Life:
+def start_reference(bench: Bench, arm: str) -> Life:
     """Build the reference's engine, of the first backend that can load the model."""
     while True:
         chosen = bench.references[0]
         try:
-            return start_one(bench, REFERENCE, chosen.settings)
+            return start_one(bench, arm, chosen.settings)
         except (ConfigurationError, StartFailed) as error:
             if len(bench.references) == 1:
                 raise
             print(
-                f"arm reference: {chosen.name} cannot load the model ({one_line(error)}); takes "
+                f"arm {arm}: {chosen.name} cannot load the model ({one_line(error)}); takes "
                 f"{bench.references[1].name}.",
                 file=sys.stderr,
             )
@@ -581,7 +624,7 @@ def cannot_start(bench: Bench, stream: Stream, failure: Failure) -> UsageError:
             "again; the same command goes on in a new process."
         ) * bool(bench.journal.records)
     target = bench.cell.backend_settings["_target_"]
-    if stream.arm == REFERENCE:
+    if stream.arm in REFERENCES:
         target = bench.references[0].settings["_target_"]
     return UsageError(
         f"backend._target_={target}: the engine of arm {stream.arm} could not be built "
@@ -631,7 +674,7 @@ def half_way(bench: Bench) -> float:
     known = [
         one.total_seconds
         for one in bench.journal.records
-        if one.total_seconds is not None and one.score is not None and one.arm != REFERENCE
+        if one.total_seconds is not None and one.score is not None and one.arm not in REFERENCES
     ]
     return statistics.median(known) / 2 if known else CANCEL_SECONDS
 
@@ -704,7 +747,9 @@ def decoded(generation: Generation, stop_token_ids: Sequence[int], tokenizer: To
     return tokenizer.decode(ids)
 
 
-def write_outputs(folder: Path, runs: Sequence[Run], samples: list[Sample]) -> bool:
+def write_outputs(
+    folder: Path, runs: Sequence[Run], samples: list[Sample], verdict: Verdict | None
+) -> bool:
     """Write manifest, reports and predictions; a full disk is said and does not hide the table.
 
     Predictions are those of the first arm that asks each sample once.
@@ -715,6 +760,8 @@ def write_outputs(folder: Path, runs: Sequence[Run], samples: list[Sample]) -> b
     try:
         manifest.write_manifest(folder, runs[0].manifest)
         write_reports(folder, runs)
+        if verdict is not None:
+            write_with_report(folder, verdict)
         write_predictions(folder, _asked_once(runs), samples)
     except OSError as error:
         print(
@@ -724,6 +771,17 @@ def write_outputs(folder: Path, runs: Sequence[Run], samples: list[Sample]) -> b
         )
         return False
     return True
+
+
+def write_with_report(folder: Path, verdict: Verdict) -> None:
+    """Write the verdict's own files, and put it under the title of report.md."""
+    from ruler_bench.leak.report import markdown_verdict, write_verdict  # noqa: PLC0415
+
+    write_verdict(folder, verdict)
+    path = folder / "report.md"
+    title, gap, rest = path.read_text(encoding="utf-8").partition("\n\n")
+    text = f"{title}{gap}{markdown_verdict(verdict)}{gap}{rest}"
+    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _asked_once(runs: Sequence[Run]) -> Run:

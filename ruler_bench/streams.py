@@ -50,8 +50,9 @@ class Step:
         ordinal: the sample it asks.
         source: which prompt of that ordinal: the sample's own, or one of AGING (another seed),
             HALF and QUARTER (another length), CUT (the sample's, shorter).
-        unit_tokens, beyond_tokens: of CUT: the prompt is cut to the largest multiple of
-            `unit_tokens` that it exceeds, plus `beyond_tokens`.
+        unit_tokens, avoided_tokens, beyond_tokens: of CUT: the prompt is cut to the largest
+            multiple of `unit_tokens` that it exceeds and that is, where there is such a one, no
+            multiple of `avoided_tokens`, plus `beyond_tokens`.
         action: FILL, CANCEL or None.
         scored: whether the answer is held against the expected one.
         group: requests that only mean something together, in one engine.
@@ -62,6 +63,7 @@ class Step:
     ordinal: int
     source: str = SAMPLE
     unit_tokens: int = 0
+    avoided_tokens: int = 0
     beyond_tokens: int = 0
     action: str | None = None
     scored: bool = True
@@ -186,13 +188,17 @@ def _length_mix(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
 
 def _boundary(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
     for one in ordinals:
-        for number, unit in enumerate(settings.boundary_units):
+        units = settings.boundary_units
+        for number, unit in enumerate(units):
+            # A multiple of both would be asked twice.
+            avoided = next((other for other in units[number + 1 :] if other % unit == 0), 0)
             for place, beyond in enumerate((-1, 0, 1)):
                 yield Step(
                     6 * one + 3 * number + place,
                     one,
                     source=CUT,
                     unit_tokens=unit,
+                    avoided_tokens=avoided,
                     beyond_tokens=beyond,
                 )
 

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ruler_bench.leak.arms import Arm
+from ruler_bench.leak.join import ArmFacts, bits_differ_by
 from ruler_bench.records import Record
 from ruler_bench.streams import drawn
 
-LIMITS = frozenset({"max_model_len", "device_memory_gb", "host_memory_gb", "memory_plan"})
-"""Settings in force that change no bit of an answer."""
 
-
-def bits_promised(one: Arm | None, other: Arm | None) -> bool:
-    """Tell whether two arms' answers to a prompt must agree to the last bit: equal settings."""
-    if one is None or other is None or one.backend != other.backend:
-        return False
-    first, second = (
-        {key: value for key, value in arm.settings.items() if key not in LIMITS}
-        for arm in (one, other)
-    )
-    return first == second
+def bits_promised(one: ArmFacts | None, other: ArmFacts | None) -> bool:
+    """Tell whether two arms' answers to a prompt must agree to the last bit."""
+    return one is not None and other is not None and bits_differ_by(one, other) is None
 
 
 def differ(one: Record, other: Record, bits: bool) -> bool:
@@ -48,7 +39,7 @@ def comparable(one: Record, other: Record) -> bool:
     ) and (one.score is None) == (other.score is None)
 
 
-def suspicious(record: Record, others: Iterable[Record], arms: Mapping[str, Arm]) -> bool:
+def suspicious(record: Record, others: Iterable[Record], arms: Mapping[str, ArmFacts]) -> bool:
     """Tell whether a record contradicts another: it answers the same request in other tokens, or
     other bits, although the settings promise that it does not.
 
@@ -69,7 +60,7 @@ def suspicious(record: Record, others: Iterable[Record], arms: Mapping[str, Arm]
 
 
 def suspects(
-    records: Sequence[Record], ordinals: Collection[int], arms: Mapping[str, Arm]
+    records: Sequence[Record], ordinals: Collection[int], arms: Mapping[str, ArmFacts]
 ) -> list[int]:
     """Return the ordinals that are wrong, failed, or differ between two records, ascending."""
     by_ordinal: dict[int, list[Record]] = {}
@@ -78,7 +69,7 @@ def suspects(
     return sorted(one for one in ordinals if _is_suspect(by_ordinal.get(one, []), arms))
 
 
-def _is_suspect(records: Sequence[Record], arms: Mapping[str, Arm]) -> bool:
+def _is_suspect(records: Sequence[Record], arms: Mapping[str, ArmFacts]) -> bool:
     if any(one.error is not None or one.correct is False for one in records):
         return True
     return any(

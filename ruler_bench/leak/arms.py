@@ -43,6 +43,7 @@ KINDS: dict[str, Kind] = {
     "persistent_again": Kind(),
     "shuffled": Kind(order="shuffled"),
     "reference": Kind(),
+    "reference_again": Kind(),
     "aged": Kind(order="aged"),
     "axa": Kind(order="axa"),
     "repeat": Kind(order="repeat"),
@@ -62,6 +63,7 @@ SWEPT_SETTINGS: dict[str, tuple[str, ...]] = {
 """Of slots_<n> and chunks_<n>: the backend setting that is <n>, the first that a backend has."""
 
 REFERENCE = "reference"
+REFERENCES = (REFERENCE, "reference_again")
 SPELLINGS = (*KINDS, *(f"{name}_<n>" for name in SWEPT_SETTINGS))
 _SWEEP = re.compile(rf"({'|'.join(SWEPT_SETTINGS)})_([1-9][0-9]{{0,8}})")
 
