@@ -36,6 +36,7 @@ from ruler_bench.leak.tests_of_difference import (
     binomial_tail,
     odd_one_out,
     one_of_two,
+    warm_against_fresh,
 )
 from ruler_bench.records import Record
 
@@ -278,6 +279,33 @@ class Case:
         ]
 
     @functools.cached_property
+    def pooled_test(self) -> Counted | None:
+        """All warm arms at once against the two controls; None where there is one warm arm."""
+        fresh, control = self.fresh, self.control
+        if fresh is None or control is None:
+            return None
+        warm = [
+            one
+            for one in self.warm
+            if all(each in self.joined.answers[one] for each in self.ordinals)
+        ]
+        if len(warm) < 2:
+            return None
+        return warm_against_fresh(
+            [self._classes([*warm, fresh, control], one) for one in self.both(fresh, control)]
+        )
+
+    def _classes(self, names: Sequence[str], ordinal: int) -> list[int]:
+        """Return a number for each arm's answer, the same for the same answer."""
+        same = self._sameness(ANSWERS)
+        found: list[int] = []
+        for place, name in enumerate(names):
+            equal = (one for one in range(place) if same(names[one], name, ordinal))
+            first = next(equal, None)
+            found.append(place if first is None else found[first])
+        return found
+
+    @functools.cached_property
     def exact_test(self) -> Counted | None:
         """Of a bit-stable engine: whether all that differs is warm, over all warm arms."""
         if not self.is_exact or not self.warm_tests:
@@ -312,7 +340,11 @@ class Case:
         """
         if all(set(test.differing) <= self.rounded for test in self.warm_tests):
             return []
-        level = VERDICT_ALPHA / max(1, len(self.warm_tests))
+        pooled = self.pooled_test
+        level = VERDICT_ALPHA if pooled is None else VERDICT_ALPHA / 2
+        if pooled is not None and pooled.p_value <= level:
+            return [test.arm for test in self.warm_tests if test.differing]
+        level /= max(1, len(self.warm_tests))
         by_test = [
             test.arm
             for test in self.warm_tests

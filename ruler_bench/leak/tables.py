@@ -45,6 +45,15 @@ _LEVEL_WORDS = {
 
 def tests(case: Case) -> Iterator[Test]:
     """Yield what was tested, the strongest first."""
+    pooled = case.pooled_test
+    if pooled is not None:
+        yield Test(
+            "warm against fresh",
+            f"Do all warm arms together differ from {case.fresh} and {case.control}, these being "
+            "equal, more than from any other two?",
+            f"{pooled.count} warm answers differ, of {pooled.cases} at most",
+            pooled.p_value,
+        )
     for warm in case.warm_tests:
         yield from _warm(case, warm)
     if case.race_test is not None:

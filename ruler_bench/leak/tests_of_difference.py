@@ -7,6 +7,7 @@ which question.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,42 @@ def odd_one_out(odd: int, cases: int) -> Counted:
         cases: indices at which exactly one of the three differs from the other two.
     """
     return Counted(odd, cases, binomial_tail(odd, cases, Fraction(1, 3)))
+
+
+def warm_against_fresh(cases: Sequence[Sequence[int]]) -> Counted:
+    """Test whether warm arms differ from two equal fresh ones more than any other choice of two.
+
+    The odd-one-out test for several warm arms at once. Without an effect the arms are exchangeable
+    at each index, so that any two of them might as well be the fresh ones. The statistic counts the
+    warm answers that differ from two equal fresh ones; its distribution over all choices of two,
+    index by index, is counted out.
+
+    Args:
+        cases: for each index, which answer each arm gave, as numbers: the warm arms' first, those
+            of the two fresh ones last.
+
+    Returns:
+        The statistic, its largest possible value, and the share of choices that reach it.
+    """
+    total, ways = 0, [1]
+    choices = 1
+    for answers in cases:
+        if len(set(answers)) < 2:
+            continue
+        arms = range(len(answers))
+        pairs = list(itertools.combinations(arms, 2))
+        found = [
+            sum(one != answers[a] for one in answers) if answers[a] == answers[b] else 0
+            for a, b in pairs
+        ]
+        total += found[-1]  # the last two are the fresh ones
+        choices *= len(pairs)
+        longer = [0] * (len(ways) + len(answers) - 2)
+        for value in found:
+            for place, count in enumerate(ways):
+                longer[place + value] += count
+        ways = longer
+    return Counted(total, len(ways) - 1, float(Fraction(sum(ways[total:]), choices)))
 
 
 def one_of_two(count: int, cases: int) -> Counted:

@@ -48,7 +48,7 @@ def arm(name, settings=OWN, backend="offload"):
 
 
 def answer(
-    name, ordinal, text=None, position=None, margin=10.0, bits="same", tokens=True, **changes
+    name, ordinal, text=None, *, position=None, margin=10.0, bits="same", tokens=True, **changes
 ):
     """An answer: by default right, with digests that follow from its tokens and from `bits`."""
     text = f" {number(ordinal)}." if text is None else text
