@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Kind = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I"]
 Verdict = Literal["leak", "race", "engine_fault"]
 
-SHORT_TAIL_TOKENS = 16
-"""An answer of a needle task has more tokens than this only if it holds a UUID or many values."""
+SHORT_TAIL_TOKENS = 8
+"""A seven-digit answer has a few tokens more."""
 
 
 class Need(NamedTuple):
@@ -117,7 +117,8 @@ def _fills_blocks(blueprint: Blueprint) -> bool:
     geometry = blueprint.geometry
     if geometry is None:
         return False
-    return lcm(blueprint.chunk_tokens, geometry.block_tokens) < blueprint.context_tokens
+    step = lcm(blueprint.chunk_tokens, geometry.block_tokens)
+    return step % blueprint.attend_tokens == 0 and step < blueprint.context_tokens
 
 
 OFFLOAD = Need("every request's keys and values in CPU memory", _offloads)
@@ -140,7 +141,11 @@ STAGES = Need(
     lambda drawn: drawn.geometry is not None and not drawn.geometry.stages_are_slots,
 )
 BEGUN_BLOCKS = Need("chunks that end within a block", _begins_blocks)
-FILLED_BLOCKS = Need("chunks that end where a block ends", _fills_blocks)
+FILLED_BLOCKS = Need("chunks that end where a block and a span end", _fills_blocks)
+GENERAL_DECODE = Need(
+    "decode by the general kernels, as with attend_tokens that are no multiple of 256",
+    lambda drawn: not drawn.decodes_by_splits,
+)
 SHORT_TAIL = Need(
     f"blocks of at most {SHORT_TAIL_TOKENS} tokens, so that an answer fills the tail",
     lambda drawn: drawn.geometry is not None and drawn.geometry.tail_tokens <= SHORT_TAIL_TOKENS,
@@ -149,9 +154,9 @@ SHORT_TAIL = Need(
 TWO_SLOTS = ["backend=offload", "backend.num_gpu_blocks=2"]
 SMALL_BLOCKS = [
     "backend=offload",
-    "backend.kvcache_block_size=8",
-    "backend.attend_tokens=512",
-    "backend.num_gpu_blocks=66",
+    "backend.kvcache_block_size=6",
+    "backend.attend_tokens=500",
+    "backend.num_gpu_blocks=88",
 ]
 
 FAULTS: Mapping[str, Fault] = {
@@ -247,7 +252,7 @@ FAULTS: Mapping[str, Fault] = {
         "vllm-project/vllm#36580",
         "D",
         "engine_fault",
-        ["backend=offload", "backend.chunk_tokens=768"],
+        ["backend=offload", "backend.chunk_tokens=384"],
         {"offload_cache": edges.CopiesWholeBlocks},
         (OFFLOAD, CHUNKS, BEGUN_BLOCKS),
     ),
@@ -261,12 +266,12 @@ FAULTS: Mapping[str, Fault] = {
         (CHUNKS,),
     ),
     "block_dropped_at_exact_multiple": Fault(
-        "The last block of the history is left out where it is exactly full.",
+        "A block that is exactly full when a chunk ends is left out of the history.",
         "vllm-project/vllm#7380",
         "D",
         "engine_fault",
         ["backend=offload"],
-        {"offload_cache": edges.DropsLastSpan},
+        {"offload_cache": edges.DropsFullBlocks},
         (OFFLOAD, CHUNKS, FILLED_BLOCKS),
     ),
     "accumulator_not_rescaled": Fault(
@@ -279,13 +284,13 @@ FAULTS: Mapping[str, Fault] = {
         (MERGES,),
     ),
     "ring_overflow_at_last_token": Fault(
-        "The buffer of new tokens is a row short: the token that fills it lands on the first row.",
+        "To the token that fills it, the ring of new tokens looks empty: it does not see the others.",
         "huggingface/transformers#37574",
         "D",
         "engine_fault",
         SMALL_BLOCKS,
-        {"offload_cache": edges.ShortTail},
-        (OFFLOAD, SHORT_TAIL),
+        {"offload_cache": edges.EmptyWhenFull},
+        (OFFLOAD, SHORT_TAIL, MERGES, GENERAL_DECODE),
     ),
     "stale_decode_input": Fault(
         "The first step of an answer runs before its static input is filled.",

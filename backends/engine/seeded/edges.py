@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 import torch
 
 from backends.engine.attention import Attended
-from backends.engine.cache.base import Scalars, Sequence, StepPlan
-from backends.engine.cache.offload import OffloadCache, OffloadOneStep, OffloadStep
-from backends.engine.model import Decoder, LayerRooms, Observer, Room
+from backends.engine.cache.base import KVSpan, Sequence, StepPlan
+from backends.engine.cache.offload import OffloadCache, OffloadStep
+from backends.engine.model import Decoder, LayerRooms, Observer
 from backends.engine.policy import Span
 from backends.engine.steps import Attention
 from backends.engine.streams import Event
@@ -48,16 +49,16 @@ class RestartsPositions(Decoder):
         return super().forward(tokens, start, rooms, want_logits=want_logits, observer=observer)
 
 
-class DropsLastSpan(OffloadCache):
-    """Takes the last block of the history for an unfinished one when it is exactly full."""
+class DropsFullBlocks(OffloadCache):
+    """Never reads a block that was exactly full when a chunk ended: it counts as unfinished."""
 
     def reading(
         self, sequence: Sequence, plan: StepPlan, layer: int
     ) -> Iterator[tuple[Span, list[int]]]:
         """Yield the spans; see `OffloadCache.reading`."""
-        full = plan.count > 1 and sequence.length % self.block_tokens == 0
+        step = lcm(self.geometry.chunk_tokens, self.block_tokens)
         for span, indices in super().reading(sequence, plan, layer):
-            if not (full and span.stop == sequence.length):
+            if span.stop % step or span.stop > sequence.downloaded:
                 yield span, indices
 
 
@@ -72,43 +73,24 @@ class KeepsOldScale(Attention):
         merged.log_sum_exp.copy_(total)
 
 
-class ShortTail(OffloadCache):
-    """Has a tail of one row too few: the token that fills it lands on the first row again."""
+class EmptyWhenFull(OffloadCache):
+    """Takes the ring of new tokens for empty when it is full.
+
+    So the token that fills it sees itself and what is in blocks, and none of the others.
+    """
 
     def begin(self, sequence: Sequence, plan: StepPlan) -> OffloadStep:
         """Start a step; see `KVCache.begin`."""
-        super().begin(sequence, plan)
-        overflows = plan.count == 1 and self.overflows(sequence)
-        return (_OverflowingStep if overflows else OffloadStep)(self, sequence, plan)
-
-    def begin_one(self, sequence: Sequence, plan: StepPlan, scalars: Scalars) -> OffloadOneStep:
-        """Start a step of one token; see `KVCache.begin_one`."""
-        step = super().begin_one(sequence, plan, scalars)
-        if not self.overflows(sequence):
-            return step
-        scalars.tail_row.zero_()
-        return _OverflowingOneStep(self, sequence, plan, scalars)
-
-    def overflows(self, sequence: Sequence) -> bool:
-        """Say whether the next token fills the tail."""
-        return sequence.length - sequence.downloaded == self.tail_tokens - 1
+        step = super().begin(sequence, plan)
+        if plan.count == 1 and sequence.length - sequence.downloaded == self.tail_tokens - 1:
+            return _LonelyStep(self, sequence, plan)
+        return step
 
 
-class _OverflowingStep(OffloadStep):
-    def room(self, layer: int) -> Room:
-        super().room(layer)
-        keys, values = self._cache.tail[layer, :, :1]
-        return Room(keys, values, None)
-
-    def written(self, layer: int) -> None:
-        wrap(self._cache, layer)
-
-
-class _OverflowingOneStep(OffloadOneStep):
-    def written(self, layer: int) -> None:
-        wrap(self._cache, layer)
-
-
-def wrap(cache: OffloadCache, layer: int) -> None:
-    """Let the last row be the first one again: the ring has started anew."""
-    cache.tail[layer, :, -1].copy_(cache.tail[layer, :, 0])
+class _LonelyStep(OffloadStep):
+    def history(self, layer: int) -> Iterator[KVSpan]:
+        for span in super().history(layer):
+            held = min(self._sequence.downloaded - span.start, span.keys.shape[0])
+            if held > 0:
+                yield KVSpan(span.keys[:held], span.values[:held], span.start, span.place)
+        yield self.new(layer)
