@@ -1,0 +1,603 @@
+"""The smallest reproducer: the shortest sequence of requests after which an answer changes.
+
+A probe asks a sequence of requests, of which the last is the victim, of a new engine, and shows
+the leak where the victim's answer is another than that of an engine that was asked nothing else.
+Whatever one engine leaves in its process (allocators, caches, module state, ports) would count as
+the work of the next, so that each probe has a process of its own unless the caller chooses
+otherwise. A probe is never asked for twice where one try decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from backends.base import Generation, Request
+from ruler_bench.errors import UsageError
+from ruler_bench.leak.shrink import ddmin, last_that_show, smaller_items
+from ruler_bench.lives import Failure, Life
+from ruler_bench.tokenizer import Tokenizer
+
+BITS, TOKENS, TEXT, ERROR = "bits", "tokens", "text", "error"
+LEVELS = (BITS, ERROR, TOKENS, TEXT)
+"""How the victim's answer changes: its logits alone, that the engine fails at it, its tokens, its
+text where there are no tokens. The later, the more a reader of the outputs sees."""
+
+Start = Callable[[], Life]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a sequence.
+
+    Attributes:
+        request_id: as the run numbered it, unique in a sequence.
+        ordinal: the sample that it asks, or asked before it was cut.
+        prompt: the text.
+        prompt_token_ids: the same as ids.
+        max_new_tokens: where generation stops at the latest.
+        stop_token_ids: see `backends.base.Request`.
+        cancel_after_seconds: when it is cancelled; None leaves it alone.
+    """
+
+    request_id: int
+    ordinal: int
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    cancel_after_seconds: float | None = None
+
+    def request(self) -> Request:
+        """Return what the engine gets."""
+        return Request(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            max_new_tokens=self.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made of a request.
+
+    Attributes:
+        text: without special tokens.
+        token_ids, logits_digest: None where the backend cannot tell.
+        error: what failed, on one line.
+    """
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    logits_digest: tuple[str, ...] | None = None
+    error: str | None = None
+
+
+def change(answer: Answer, fresh: Answer, bits_are_promised: bool) -> str | None:
+    """Return the level at which an answer differs from that of a fresh engine, or None.
+
+    Args:
+        answer: the victim's after others.
+        fresh: the victim's alone.
+        bits_are_promised: whether the same prompt always has the same logits.
+    """
+    if answer.error is not None or fresh.error is not None:
+        return ERROR if answer.error is not None and fresh.error is None else None
+    if answer.token_ids is None or fresh.token_ids is None:
+        return TEXT if answer.text != fresh.text else None
+    if answer.token_ids != fresh.token_ids:
+        return TOKENS
+    known = answer.logits_digest is not None and fresh.logits_digest is not None
+    differ = known and answer.logits_digest != fresh.logits_digest
+    return BITS if bits_are_promised and differ else None
+
+
+def counts_as(found: str | None, level: str) -> bool:
+    """Whether a change is one of this level: where only logits changed, other tokens do, too."""
+    return found == level or (level == BITS and found in (TOKENS, TEXT))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one engine made of a sequence.
+
+    Attributes:
+        answer: of the last request; None where the engine was over before it.
+        failed: ids of the earlier requests that failed.
+        settings: in force.
+    """
+
+    answer: Answer | None
+    failed: frozenset[int]
+    settings: Mapping[str, Any]
+
+
+def probe(start: Start, asks: Sequence[Ask], tokenizer: Tokenizer | None) -> Probe:
+    """Ask a sequence of a new engine.
+
+    Args:
+        start: builds the engine.
+        asks: the requests, the victim last.
+        tokenizer: decodes what an engine answers without text; None leaves it undecoded.
+
+    Raises:
+        ConfigurationError, StartFailed: see `start`.
+    """
+    life = start()
+    try:
+        failed: set[int] = set()
+        for place, ask in enumerate(asks):
+            found = life.ask(ask.request(), ask.cancel_after_seconds).answer
+            if place == len(asks) - 1:
+                return Probe(_answer(found, ask, tokenizer), frozenset(failed), life.settings)
+            if isinstance(found, Failure):
+                failed.add(ask.request_id)
+                if found.is_over:
+                    break
+        return Probe(None, frozenset(failed), life.settings)
+    except KeyboardInterrupt:
+        life.end()
+        raise
+    finally:
+        life.close()
+
+
+def _answer(found: Generation | Failure, ask: Ask, tokenizer: Tokenizer | None) -> Answer:
+    if isinstance(found, Failure):
+        return Answer(error=found.message)
+    text = found.text
+    if text is None and tokenizer is not None:
+        ids = list(found.token_ids or ())
+        if ids and ids[-1] in ask.stop_token_ids:
+            ids.pop()
+        text = tokenizer.decode(ids)
+    return Answer(text, found.token_ids, found.logits_digest)
+
+
+# --- the search ---------------------------------------------------------------------------------
+
+
+class NotReproduced(Exception):  # noqa: N818 (what was found; nothing is wrong with the harness)
+    """The change did not show again, or fresh engines disagree among themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a search may ask.
+
+    Attributes:
+        repeats: how often what matters is asked: the whole, the result, and every probe where the
+            change does not show each time.
+        max_requests: of all probes together; None for any number.
+    """
+
+    repeats: int = 3
+    max_requests: int | None = None
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest sequence that was found.
+
+    Attributes:
+        asks: the requests, the victim last.
+        level: how its answer changes.
+        expected, wrong: the victim's answer alone, and after the others.
+        shown, tries: in how many of how many repeats of these requests it changed.
+        whole_shown: of as many repeats of the whole sequence.
+        whole_requests: of the run's own sequence.
+        is_smallest: whether it shows in every repeat and, as tried, no more without any one of
+            its requests.
+        why_not: why that cannot be said; "" where it can.
+        probes, requests: asked by the search.
+        settings: the engine's, in force.
+    """
+
+    asks: tuple[Ask, ...]
+    level: str
+    expected: Answer
+    wrong: Answer
+    shown: int
+    tries: int
+    whole_shown: int
+    whole_requests: int
+    is_smallest: bool
+    why_not: str
+    probes: int
+    requests: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Search:
+    """Looks for the smallest sequence after which one request's answer changes."""
+
+    def __init__(
+        self,
+        start: Start,
+        victim: Ask,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Prepare a search; nothing is asked yet.
+
+        Args:
+            start: builds a new engine.
+            victim: the request whose answer changes.
+            tokenizer: of the model; cuts prompts and decodes answers.
+            limits: how much may be asked.
+            progress: gets a line for each step forward.
+        """
+        self._start = start
+        self._victim = victim
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._progress = progress
+        self._known: dict[tuple[Ask, ...], bool] = {}
+        self._shown: list[tuple[Ask, ...]] = []
+        self._tries = 1
+        self._is_spent = False
+        self._may_fail: frozenset[int] = frozenset()
+        self._level = TOKENS
+        self._bits = False
+        self._fresh = Answer()
+        self.probes = 0
+        self.requests = 0
+
+    def run(self, predecessors: Sequence[Ask]) -> Smallest:
+        """Search.
+
+        Args:
+            predecessors: what the engine served before the victim, in order.
+
+        Raises:
+            NotReproduced: it does not show, or fresh engines disagree.
+            ConfigurationError, StartFailed: the engine cannot be built.
+        """
+        whole = tuple(predecessors)
+        self._ask_fresh()
+        whole_shown = self._ask_whole(whole)
+        self._shown.append(whole)
+        found = ddmin(last_that_show(whole, self._shows), self._shows)
+        found = smaller_items(found, self._shorter_prompts, self._shows)
+        found = smaller_items(found, _shorter_answers, self._shows)
+        # A request that was needed beside long ones may not be beside short ones.
+        found = ddmin(found, self._shows)
+        return self._confirmed(found, whole, whole_shown)
+
+    def _ask(self, predecessors: tuple[Ask, ...]) -> Probe:
+        self.probes += 1
+        self.requests += len(predecessors) + 1
+        return probe(self._start, (*predecessors, self._victim), self._tokenizer)
+
+    def _ask_fresh(self) -> None:
+        """Ask the victim alone, several times.
+
+        Raises:
+            NotReproduced: fresh engines disagree, so that no other answer means anything.
+        """
+        found = [self._ask(()) for _ in range(max(2, self._limits.repeats))]
+        answers = [one.answer or Answer(error="no answer") for one in found]
+        self._fresh = first = answers[0]
+        if first.error is not None:
+            raise NotReproduced(f"a fresh engine fails at this request ({first.error})")
+        if any(change(one, first, False) for one in answers):
+            raise NotReproduced(
+                f"{len(answers)} fresh engines do not agree about this request, so that another "
+                "answer after others means nothing"
+            )
+        self._bits = all(change(one, first, True) is None for one in answers)
+
+    def _ask_whole(self, whole: tuple[Ask, ...]) -> int:
+        """Ask the run's own sequence several times, and return how often the answer changes.
+
+        A change that shows each time is looked for with one try a probe. Where tokens change,
+        what changes the logits alone is not what is looked for.
+
+        Raises:
+            NotReproduced: it never changes.
+        """
+        repeats = self._limits.repeats
+        found = [self._ask(whole) for _ in range(repeats)]
+        levels = [self._change(one.answer) for one in found]
+        seen = [one for one in levels if one is not None]
+        if not seen:
+            raise NotReproduced(
+                f"after the {len(whole)} requests before it, the answer is that of a fresh engine "
+                f"in {repeats} of {repeats} repeats"
+            )
+        self._level = max(seen, key=LEVELS.index)
+        shown = sum(counts_as(one, self._level) for one in levels)
+        self._may_fail = frozenset().union(*(one.failed for one in found))
+        self._tries = 1 if shown == repeats else repeats
+        self._progress(
+            f"{_size(whole)} before it: the answer changes in {shown} of {repeats} repeats"
+        )
+        return shown
+
+    def _change(self, answer: Answer | None) -> str | None:
+        return None if answer is None else change(answer, self._fresh, self._bits)
+
+    def _is_shown(self, found: Probe) -> bool:
+        """Whether a probe shows what is looked for, and not, say, what a failed request left."""
+        is_change = counts_as(self._change(found.answer), self._level)
+        return is_change and found.failed <= self._may_fail
+
+    def _shows(self, predecessors: tuple[Ask, ...]) -> bool:
+        if predecessors not in self._known:
+            limit = self._limits.max_requests
+            if limit is not None and self.requests + len(predecessors) + 1 > limit:
+                self._is_spent = True
+                return False
+            shown = any(self._is_shown(self._ask(predecessors)) for _ in range(self._tries))
+            self._known[predecessors] = shown
+            if shown:
+                self._shown.append(predecessors)
+                self._progress(f"{_size(predecessors)} before it: the answer still changes")
+        return self._known[predecessors]
+
+    def _shorter_prompts(self, ask: Ask) -> Iterator[Ask]:
+        """Yield a request with the first and with the second half of its prompt."""
+        ids = ask.prompt_token_ids
+        if len(ids) < 2:
+            return
+        after = ask.cancel_after_seconds
+        for kept in (ids[: len(ids) // 2], ids[len(ids) - len(ids) // 2 :]):
+            yield replace(
+                ask,
+                prompt=self._tokenizer.decode(list(kept)),
+                prompt_token_ids=kept,
+                # Half the work takes at most half as long, and must not be done before its end.
+                cancel_after_seconds=None if after is None else after / 2,
+            )
+
+    def _confirmed(
+        self, found: tuple[Ask, ...], whole: tuple[Ask, ...], whole_shown: int
+    ) -> Smallest:
+        """Ask the result again several times; where it does not show, what it was made from.
+
+        Raises:
+            NotReproduced: nothing shows again.
+        """
+        repeats = self._limits.repeats
+        candidates = [found, *(one for one in reversed(self._shown) if one != found)]
+        for asks in candidates:
+            probes = [self._ask(asks) for _ in range(repeats)]
+            shown = [one for one in probes if self._is_shown(one)]
+            if not shown:
+                continue
+            why_not = self._why_not(asks is found, len(shown))
+            return Smallest(
+                asks=(*asks, self._victim),
+                level=self._level,
+                expected=self._fresh,
+                wrong=shown[0].answer or Answer(),
+                shown=len(shown),
+                tries=repeats,
+                whole_shown=whole_shown,
+                whole_requests=len(whole) + 1,
+                is_smallest=not why_not,
+                why_not=why_not,
+                probes=self.probes,
+                requests=self.requests,
+                settings=shown[0].settings,
+            )
+        raise NotReproduced(
+            f"the answer changed in {whole_shown} of {repeats} repeats of the whole, and nothing "
+            "of what was found shows again"
+        )
+
+    def _why_not(self, is_last: bool, shown: int) -> str:
+        repeats = self._limits.repeats
+        if self._is_spent:
+            return f"--max-requests {self._limits.max_requests} was reached"
+        if not is_last:
+            return "smaller sequences showed it once and did not again"
+        if shown < repeats or self._tries > 1:
+            return (
+                f"it does not show each time, and a request was left out after {self._tries} "
+                + ("try" if self._tries == 1 else "tries")
+            )
+        return ""
+
+
+def _shorter_answers(ask: Ask) -> Iterator[Ask]:
+    if ask.max_new_tokens > 1:
+        yield replace(ask, max_new_tokens=ask.max_new_tokens // 2)
+
+
+def _size(asks: Sequence[Ask]) -> str:
+    prompts = sum(len(one.prompt_token_ids) for one in asks)
+    answers = sum(one.max_new_tokens for one in asks)
+    return f"{_counted(len(asks))} of {prompts} prompt tokens and up to {answers} new ones"
+
+
+def _counted(requests: int) -> str:
+    return "1 request" if requests == 1 else f"{requests} requests"
+
+
+# --- a folder -----------------------------------------------------------------------------------
+
+FORMAT_VERSION = 1
+ABOUT, REQUESTS, EXPECTED, WRONG, README = (
+    "reproducer.json",
+    "requests.jsonl",
+    "expected.json",
+    "wrong.json",
+    "README.md",
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine that a reproducer is about.
+
+    Attributes:
+        backend: name of its configuration.
+        settings: the composed configuration, `_target_` included.
+        model: what tables call the model.
+        model_path: as the user gave it.
+        device: "cpu", "cuda" or "cuda:N".
+        threads: CPU threads.
+        max_model_len: tokens of the context it is built for where the settings do not say.
+        timeout_seconds: for its start, and for each request.
+    """
+
+    backend: str
+    settings: dict[str, Any]
+    model: str
+    model_path: str
+    device: str
+    threads: int
+    max_model_len: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class Reproducer:
+    """A reproducer as its folder holds it.
+
+    Attributes:
+        task, arm, ordinal: of the victim.
+        engine: what it was found with.
+        asks: the requests, the victim last.
+        level: how its answer changes.
+        expected, wrong: its answer alone, and after the others.
+        shown, tries: in how many of how many repeats it changed.
+        about: everything else that is told: settings in force, versions, how it was found.
+    """
+
+    task: str
+    arm: str
+    ordinal: int
+    engine: Engine
+    asks: tuple[Ask, ...]
+    level: str
+    expected: Answer
+    wrong: Answer
+    shown: int
+    tries: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Refuse a folder that holds something else than a reproducer.
+
+    Raises:
+        UsageError: names what stands there.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{option}{folder}: is a file; name a folder with --out DIR.")
+    if folder.is_dir() and not (folder / ABOUT).exists() and any(folder.iterdir()):
+        raise UsageError(
+            f"{option}{folder}: holds files that are no reproducer; name an empty or new folder "
+            "with --out DIR."
+        )
+
+
+def write_reproducer(folder: Path, found: Reproducer, readme: str) -> None:
+    """Write a reproducer's folder.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    about = {
+        "format_version": FORMAT_VERSION,
+        "task": found.task,
+        "arm": found.arm,
+        "ordinal": found.ordinal,
+        "level": found.level,
+        "shown": found.shown,
+        "tries": found.tries,
+        "engine": asdict(found.engine),
+        **found.about,
+    }
+    last = len(found.asks) - 1
+    rows = [
+        {"role": "victim" if place == last else "predecessor", **asdict(ask)}
+        for place, ask in enumerate(found.asks)
+    ]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in rows)
+        (folder / REQUESTS).write_text(lines)
+        for name, value in (
+            (EXPECTED, asdict(found.expected)),
+            (WRONG, asdict(found.wrong)),
+            (ABOUT, about),
+        ):
+            (folder / name).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        (folder / README).write_text(readme, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be written ({error.strerror}).") from error
+
+
+def read_reproducer(folder: Path) -> Reproducer:
+    """Read a reproducer's folder.
+
+    Raises:
+        UsageError: it is none, or damaged; names the file.
+    """
+    about = _read(folder, ABOUT, json.loads)
+    rows = _read(folder, REQUESTS, lambda text: [json.loads(one) for one in text.splitlines()])
+    answers = {name: _read(folder, name, json.loads) for name in (EXPECTED, WRONG)}
+    try:
+        if about["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format {about['format_version']}, not {FORMAT_VERSION}")
+        asks = tuple(_ask_of(row) for row in rows)
+        if len(asks) < 2 or len({one.request_id for one in asks}) < len(asks):
+            raise ValueError(f"{REQUESTS} needs two requests or more, each with its own id")
+        if about["level"] not in LEVELS:
+            raise ValueError(f"level is {about['level']!r}")
+        return Reproducer(
+            task=str(about["task"]),
+            arm=str(about["arm"]),
+            ordinal=int(about["ordinal"]),
+            engine=Engine(**about["engine"]),
+            asks=asks,
+            level=about["level"],
+            expected=_answer_of(answers[EXPECTED]),
+            wrong=_answer_of(answers[WRONG]),
+            shown=int(about["shown"]),
+            tries=int(about["tries"]),
+            about=about,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{folder}: is damaged ({type(error).__name__}: {error}); make it anew with "
+            "python -m ruler_bench.minimise RUN."
+        ) from error
+
+
+def _read(folder: Path, name: str, parse: Callable[[str], Any]) -> Any:
+    path = folder / name
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror}); name a folder that python -m "
+            "ruler_bench.minimise RUN made."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path}: is damaged ({error}); make it anew with python -m ruler_bench.minimise RUN."
+        ) from error
+
+
+def _ask_of(row: Mapping[str, Any]) -> Ask:
+    values = {key: value for key, value in row.items() if key != "role"}
+    for key in ("prompt_token_ids", "stop_token_ids"):
+        values[key] = tuple(int(one) for one in values[key])
+    return Ask(**values)
+
+
+def _answer_of(values: Mapping[str, Any]) -> Answer:
+    kept: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+    }
+    return Answer(**kept)
