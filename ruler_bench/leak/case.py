@@ -327,9 +327,16 @@ class Case:
 
     @functools.cached_property
     def has_race(self) -> bool:
-        """Whether the warm runs' differences among themselves are shown to be a race."""
-        level = EXACT_ALPHA if self.is_exact else VERDICT_ALPHA
-        return self.race_test is not None and self.race_test.p_value <= level
+        """Whether the warm runs' differences among themselves are shown to be a race.
+
+        Where fresh engines are equal to the bit and warm ones are shown to differ from them, there
+        is no noise that two warm runs could differ by.
+        """
+        if self.race_test is None or not self.warm_pair:
+            return False
+        if self.is_exact and self.leaking:
+            return True
+        return self.race_test.p_value <= (EXACT_ALPHA if self.is_exact else VERDICT_ALPHA)
 
     @functools.cached_property
     def leaking(self) -> list[str]:

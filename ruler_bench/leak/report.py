@@ -47,8 +47,10 @@ def terminal_verdict(verdict: Verdict) -> str:
         parts.append(_plain(INDEX_TITLES, rows) + _rest(verdict))
     if verdict.evidence:
         parts.append("Evidence, strongest first:\n" + "\n".join(_evidence_lines(verdict)))
-    if verdict.tests:
-        cells = [(one.name, one.finding, f"{one.p_value:.2g}") for one in verdict.tests]
+    cells = [
+        (one.name, one.finding, f"{one.p_value:.2g}") for one in verdict.tests if one.p_value < 1
+    ]
+    if cells:
         parts.append(_plain(("test", "finding", "p"), cells))
     parts.append(_plain(SUPPORT_TITLES, list(_support_rows(verdict))))
     parts += [visible(note) for note in verdict.notes]

@@ -125,14 +125,14 @@ def _unstable(case: Case, ones: Sequence[IndexVerdict], of: int) -> str:
         return f"{_number(len(ones), of)} {verb} between runs of a warm engine."
     if all(one.ordinal in case.reference_pair for one in ones):
         return f"{_number(len(ones), of)} {verb} between two runs of the reference."
-    best = min(
-        (test.p_value for one in case.warm_tests for test in one.tests.values()), default=1.0
-    )
-    help_ = (
-        "ask more samples, or record digests of the logits"
-        if not case.is_exact or case.joined.has(PERSISTENT, PERSISTENT_AGAIN)
-        else f"{PERSISTENT_AGAIN} would tell"
-    )
+    counted = [*(case.exact_test, case.pooled_test, case.race_test)]
+    counted += [found for one in case.warm_tests for found in one.tests.values()]
+    best = min((one.p_value for one in counted if one is not None), default=1.0)
+    help_ = "ask more samples"
+    if not case.is_exact:
+        help_ += ", or record digests of the logits"
+    elif not case.joined.has(PERSISTENT, PERSISTENT_AGAIN):
+        help_ += f", or run {PERSISTENT_AGAIN}"
     return (
         f"{_number(len(ones), of)} {verb} between a warm engine and fresh ones: too few to tell "
         f"a leak from noise (p = {best:.2g}); {help_}."

@@ -56,6 +56,13 @@ def tests(case: Case) -> Iterator[Test]:
         )
     for warm in case.warm_tests:
         yield from _warm(case, warm)
+    if case.exact_test is not None:
+        yield _counted(
+            "bit-stable engine",
+            f"{case.fresh} and {case.control} are equal to the bit: is all that differs warm?",
+            "answers that differ, in bits or tokens; warm",
+            case.exact_test,
+        )
     if case.race_test is not None:
         yield _counted(
             "race",

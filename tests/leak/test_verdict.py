@@ -184,6 +184,20 @@ def test_a_race(made):
     assert "RACE. 16 of 20 answers differ between two runs of the same stream" in verdict.sentence
 
 
+def test_a_race_that_hits_some_requests(made):
+    """As on a GPU: now and then, at other places in each run, order or not."""
+
+    def race(name, ordinal):
+        hit = {"persistent": (3, 8, 12, 17), "persistent_again": (5, 8, 13), "shuffled": (2, 6)}
+        return {"bits": name} if ordinal in hit.get(name, ()) else None
+
+    names = ("persistent", "persistent_again", "fresh", "fresh_again", "shuffled")
+    verdict = judge(_records(made, names, race), made.arms(*names))
+    assert verdict.verdict == "race"
+    assert set(_classes(verdict).values()) == {"race"}
+    assert verdict.count("race") == 8
+
+
 def test_a_few_warm_differences_are_no_race_yet(made):
     def flips(name, ordinal):
         return {"text": " 12."} if name == "persistent_again" and ordinal in (4, 9) else None
