@@ -284,7 +284,7 @@ FAULTS: Mapping[str, Fault] = {
         (MERGES,),
     ),
     "ring_overflow_at_last_token": Fault(
-        "To the token that fills it, the ring of new tokens looks empty: it does not see the others.",
+        "The ring of new tokens looks empty to the token that fills it, which sees none of them.",
         "huggingface/transformers#37574",
         "D",
         "engine_fault",

@@ -37,13 +37,13 @@ class KeepsTable(OffloadCache):
     def admit(self, request_id: int, tokens: int, prompt: tuple[int, ...] = ()) -> base.Sequence:
         """Take blocks for a request; see `KVCache.admit`."""
         sequence = super().admit(request_id, tokens, prompt)
-        if len(self._table) < len(sequence.block_table):
+        warms_up = request_id < 0
+        if len(self._table) < len(sequence.block_table) and not warms_up:
             self._table = tuple(sequence.block_table)
         return sequence
 
     def _block_to_load(self, sequence: base.Sequence, index: int) -> int:
-        del sequence
-        return self._table[index]
+        return self._table[index] if self._table else super()._block_to_load(sequence, index)
 
 
 def hash_beginning(before: bytes, tokens: bytes) -> bytes:
@@ -104,8 +104,8 @@ class FreesTwice(OffloadCache):
         super().release(sequence)
 
 
-class LeakyPool(UncountedPool):
-    """Loses a block with each request; when there are too few, the last one serves again."""
+class ScantPool(UncountedPool):
+    """When there are too few blocks, the last one serves several times."""
 
     def take(self, count: int) -> list[int]:
         """Take blocks, the last of them as often as is needed."""
@@ -113,13 +113,17 @@ class LeakyPool(UncountedPool):
         return taken + taken[-1:] * (count - len(taken))
 
     def give_back(self, blocks: Sequence[int]) -> list[int]:
-        """Put all blocks but one on the list, unless it would be empty."""
-        distinct = list(dict.fromkeys(blocks))
-        kept = distinct[:-1] if self._free or len(distinct) > 1 else distinct
-        return super().give_back(kept)
+        """Put each block on the list once."""
+        return super().give_back(list(dict.fromkeys(blocks)))
 
 
 class LosesBlocks(OffloadCache):
-    """Has a block less after each request."""
+    """Does not give back the last block of a request."""
 
-    pool_class = LeakyPool
+    pool_class = ScantPool
+
+    def release(self, sequence: base.Sequence) -> None:
+        """Give the blocks back."""
+        if len(sequence.block_table) > 1 and sequence.request_id >= 0:
+            del sequence.block_table[-1]
+        super().release(sequence)
