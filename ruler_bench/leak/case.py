@@ -45,6 +45,9 @@ LEVELS = (BITS, ANSWERS, CORRECTNESS)
 LEAST_EXACT = 2
 """Indices at which two controls must agree to the bit before an engine counts as bit-stable."""
 
+REPEATED_BY_A_RACE = 4
+"""So many differences may come again for each that does not: a race that hits 8 of 9 requests."""
+
 LEAST_ROUNDED = 3
 """Indices that must agree between two orders before a difference is put down to rounding."""
 
@@ -337,6 +340,18 @@ class Case:
         if self.is_exact and self.leaking:
             return True
         return self.race_test.p_value <= (EXACT_ALPHA if self.is_exact else VERDICT_ALPHA)
+
+    @functools.cached_property
+    def race_explains(self) -> bool:
+        """Whether the race is behind all that differs when warm, also what differs alike twice.
+
+        A request that is hit in both runs may be answered wrongly in the same way. A leak without a
+        race, on the other hand, comes again at every index.
+        """
+        if not self.has_race:
+            return False
+        few = len(self.repeated) <= REPEATED_BY_A_RACE * len(self.warm_pair)
+        return not self.repeated or (self.is_exact and few)
 
     @functools.cached_property
     def leaking(self) -> list[str]:

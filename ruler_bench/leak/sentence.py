@@ -98,8 +98,8 @@ def _first(ones: Sequence[IndexVerdict]) -> list[str]:
 def _race(ones: Sequence[IndexVerdict], of: int) -> str:
     verb = "differs" if len(ones) == 1 else "differ"
     parts = [
-        f"{_number(len(ones), of)} {verb} between two runs of the same stream in a warm engine, "
-        "and not between two fresh ones"
+        f"{_number(len(ones), of)} {verb} when the engine has served others, not alike in two runs "
+        "of the same stream, and not between two fresh engines"
     ]
     return "; ".join([*parts, *_first(ones)]) + "."
 

@@ -335,10 +335,10 @@ def _warm_class(case: Case, ordinal: int, name: str, how: Difference) -> tuple[s
     """Return class and reason of a warm answer that differs from the fresh one."""
     if ordinal in case.rounded:
         return NEAR_TIE, "A warm engine rounds differently, whatever it served before."
-    if case.has_race and not case.repeated:
+    if case.race_explains:
         return (
             RACE,
-            f"{name} differs from the fresh answers; no difference of a warm engine comes again.",
+            f"{name} differs from the fresh answers; two warm runs do not differ alike.",
         )
     if name in case.leaking:
         seen = "in the logits alone" if how.level == BITS else f"in its {how.level}"

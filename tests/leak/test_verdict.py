@@ -181,7 +181,7 @@ def test_a_race(made):
     verdict = judge(_records(made, names, race), made.arms(*names))
     assert (verdict.verdict, verdict.status) == ("race", 3)
     assert verdict.count("race") == 16
-    assert "RACE. 16 of 20 answers differ between two runs of the same stream" in verdict.sentence
+    assert "RACE. 16 of 20 answers differ when the engine has served others" in verdict.sentence
 
 
 def test_a_race_that_hits_some_requests(made):
@@ -196,6 +196,28 @@ def test_a_race_that_hits_some_requests(made):
     assert verdict.verdict == "race"
     assert set(_classes(verdict).values()) == {"race"}
     assert verdict.count("race") == 8
+
+
+def test_a_race_that_hits_most_requests_in_the_same_way(made):
+    def race(name, ordinal):
+        spared = {"persistent": (4, 11), "persistent_again": (0, 9, 14)}
+        return {"text": " 12."} if ordinal not in spared.get(name, range(COUNT)) else None
+
+    names = ALL[:4]
+    verdict = judge(_records(made, names, race), made.arms(*names))
+    assert verdict.verdict == "race"
+    assert verdict.count("race") == 20
+
+
+def test_a_leak_with_one_answer_that_does_not_come_again_is_a_leak(made):
+    def leak(name, ordinal):
+        if not name.startswith("persistent") or ordinal < 3:
+            return None
+        return {"bits": name if ordinal == 7 else "stale"}
+
+    names = ALL[:4]
+    verdict = judge(_records(made, names, leak), made.arms(*names))
+    assert (verdict.verdict, verdict.count("leak"), verdict.count("race")) == ("leak", 16, 1)
 
 
 def test_a_few_warm_differences_are_no_race_yet(made):

@@ -148,3 +148,10 @@ def test_markup_in_outputs_is_shown_not_obeyed(record, run, tmp_path):
     _, _, (_, wrong) = rendered(report(tmp_path, run(record(0, output=output))))
     assert wrong[1][-1] == visible(output)
     assert "<img" not in report(tmp_path, run(record(0, output=output)))
+
+
+def test_the_verdict_comes_first(run, record, tmp_path):
+    write_reports(tmp_path, [run(record(0))], "## Verdict\n\n**niah_single_1: OK.**")
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert lines[2:5] == ["## Verdict", "", "**niah_single_1: OK.**"]
+    assert "## Results" in lines[5:]
