@@ -106,7 +106,8 @@ class TracksById(OffloadCache):
         """After a prompt, let the answer start where one of this id has once started."""
         if prefill_is_over(sequence, following):
             start = self._prompt_tokens.setdefault(id(sequence), sequence.length)
-            room = len(sequence.block_table) * self.block_tokens
+            held = len(sequence.block_table) * self.block_tokens
+            room = min(held, self.geometry.context_tokens)
             start = min(start, room - self._new_tokens)
             if start != sequence.length:
                 sequence.length = sequence.downloaded = start

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from backends.base import ConfigurationError, Request, RequestCancelled
+from backends.engine import engine as engine_module
 from backends.engine import gpu_only, offload, offload_layerwise
 from backends.engine.attention import Attended
 from backends.engine.cache.blocks import BlockPool
@@ -15,6 +16,7 @@ from backends.engine.cache.offload import OffloadCache, OffloadStep
 from backends.engine.cache.prefix import PrefixIndex
 from backends.engine.faults import FAULTS
 from backends.engine.model import Decoder
+from backends.engine.ops import TorchOps
 from backends.engine.parts import Parts, TokenInput
 from backends.engine.seeded import races
 from backends.engine.steps import Attention
@@ -94,7 +96,7 @@ def serve(engine, prompts, new_tokens=NEW):
     ]
 
 
-def cancel_one(engine, ids, monkeypatch):
+def cancel_one(engine, ids, monkeypatch, new_tokens=NEW):
     """Let a request be cancelled in the middle of its prompt."""
     room = OffloadStep.room
 
@@ -106,7 +108,7 @@ def cancel_one(engine, ids, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(OffloadStep, "room", cancelling)
         with pytest.raises(RequestCancelled):
-            engine.generate(Request(99, "", ids, NEW))
+            engine.generate(Request(99, "", ids, new_tokens))
 
 
 def test_the_faults_asked_for_are_there_and_described():
@@ -186,6 +188,34 @@ def test_lost_blocks_show_late(tiny, ask):
     fault = FAULTS["block_lost_each_request"]
     assert fault.arm == "aged"
     assert "backend.max_model_len=16384" in fault.settings
+
+
+class TorchForOneToken(TorchOps):
+    """PyTorch's operations by the name that makes an engine take them for steps of one token."""
+
+    name = "triton"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, fault in FAULTS.items() if fault.expected != "engine_fault"]
+)
+def test_faults_show_through_the_kernels_for_one_token(name, tiny, prompt, ask, monkeypatch):
+    """As GPUs decode: what a fault does to prompts and to copies is the same there."""
+    monkeypatch.setattr(engine_module, "make_ops", lambda device, dtype: TorchForOneToken())
+    monkeypatch.setattr(races, "_heads", lambda: True)
+    settings = TINY | {"kvcache_block_size": 32, "attend_tokens": None, "num_gpu_blocks": 5}
+    if name == "truncated_prefix_hash":
+        settings |= {"prefix_cache": True, "prefix_cache_tokens": 128}
+    alike = prompt(16)
+    first, second = alike + prompt(84, seed=1), alike + prompt(90, seed=2)
+    sound = build(tiny, **settings)
+    assert sound.describe()["decode"] == "kernels for one token"
+    wanted = [ask(sound, ids, 4) for ids in (first, second)]
+    engine = build(tiny, name, **settings)
+    assert same(ask(engine, first, 4), wanted[0])
+    if FAULTS[name].arm == "cancel":
+        cancel_one(engine, second, monkeypatch, new_tokens=4)
+    assert not same(ask(engine, second, 4, request_id=1), wanted[1])
 
 
 @pytest.mark.parametrize("name", RACES)
