@@ -277,7 +277,7 @@ def minimise(options: Options) -> int:
         )
     try:
         again = rebuilt(run, victim, options.overrides)
-        _say(f"{name}: {victim.position} requests before it")
+        _say(name)
         search = Search(
             starter(again.engine, again.model, options.fresh),
             again.asks[-1],
@@ -396,10 +396,21 @@ def reproducer(
     )
 
 
-_CHANGED = {
-    BITS: "the logits of its answer change, its tokens do not",
-    ERROR: "the engine fails at it",
-}
+def _what_changes(level: str | None, fresh: Answer, answer: Answer) -> str:
+    """Say how an answer changes, and from which generated token on."""
+    if level == ERROR:
+        return "the engine fails at the last"
+    if level == BITS:
+        place = _first(fresh.logits_digest or (), answer.logits_digest or ())
+        return f"the logits of its answer change from token {place} on, its tokens do not"
+    if fresh.token_ids is None or answer.token_ids is None:
+        return "its answer changes"
+    return f"its answer changes from token {_first(fresh.token_ids, answer.token_ids)} on"
+
+
+def _first(a: Sequence[object], b: Sequence[object]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def told(kept: Reproducer, found: Smallest) -> list[str]:
@@ -409,7 +420,7 @@ def told(kept: Reproducer, found: Smallest) -> list[str]:
     lines = [
         f"{kept.task}, arm {kept.arm}, ordinal {kept.ordinal}: {requests} of {whole} requests are "
         f"enough ({tokens} of {kept.about['whole_prompt_tokens']} prompt tokens): "
-        f"{_CHANGED.get(kept.level, 'the answer changes')}.",
+        f"{_what_changes(kept.level, kept.expected, kept.wrong)}.",
         f"Expected {_shown(kept.expected)}, got {_shown(kept.wrong)}; shows in {kept.shown} of "
         f"{kept.tries} repeats (all {whole} requests: {found.whole_shown}).",
     ]
@@ -417,6 +428,11 @@ def told(kept: Reproducer, found: Smallest) -> list[str]:
         lines.append("Without any one of these requests it does not show.")
     else:
         lines.append(f"Not claimed to be the smallest: {found.why_not}.")
+    if kept.about["each_engine_in"] == IN_PROCESS:
+        lines.append(
+            "All engines shared one process, so that what outlives an engine there counted as "
+            "fresh."
+        )
     lines += [f"Note: {one}." for one in kept.about["notes"]]
     lines.append(_cost(found.probes, found.requests))
     return lines
@@ -520,7 +536,7 @@ def _replayed(
     what += f"{engine.backend}"
     lines = []
     if shown:
-        how = _CHANGED.get(change(shown[0], fresh, True) or "", "the answer changes")
+        how = _what_changes(change(shown[0], fresh, True), fresh, shown[0])
         lines.append(f"{what}: shows in {len(shown)} of {len(answers)}: {how}.")
         lines.append(f"Fresh {_shown(fresh)}, after the others {_shown(shown[0])}.")
     else:

@@ -264,8 +264,9 @@ class Search:
         whole_shown = self._ask_whole(whole)
         self._shown.append(whole)
         found = ddmin(last_that_show(whole, self._shows), self._shows)
-        found = smaller_items(found, self._shorter_prompts, self._shows)
+        # A model that is asked half a prompt may never stop: short answers first.
         found = smaller_items(found, _shorter_answers, self._shows)
+        found = smaller_items(found, self._shorter_prompts, self._shows)
         # A request that was needed beside long ones may not be beside short ones.
         found = ddmin(found, self._shows)
         return self._confirmed(found, whole, whole_shown)
@@ -292,6 +293,19 @@ class Search:
                 "answer after others means nothing"
             )
         self._bits = all(change(one, first, True) is None for one in answers)
+
+    def _ask_fresh_again(self) -> None:
+        """Ask the victim alone once more, after all others.
+
+        Raises:
+            NotReproduced: a new engine answers otherwise than before: something outlives engines.
+        """
+        answer = self._ask(()).answer
+        if answer is None or change(answer, self._fresh, self._bits) is not None:
+            raise NotReproduced(
+                "after the search a fresh engine answers otherwise than before it: what it was "
+                "asked outlives an engine, so that no probe means anything"
+            )
 
     def _ask_whole(self, whole: tuple[Ask, ...]) -> int:
         """Ask the run's own sequence several times, and return how often the answer changes.
@@ -371,6 +385,7 @@ class Search:
             shown = [one for one in probes if self._is_shown(one)]
             if not shown:
                 continue
+            self._ask_fresh_again()
             why_not = self._why_not(asks is found, len(shown))
             return Smallest(
                 asks=(*asks, self._victim),
