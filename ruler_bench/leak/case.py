@@ -375,11 +375,13 @@ class Case:
         proven = {one.arm for one in self.proofs}
         by_test += [test.arm for test in self.warm_tests if test.arm in proven - set(by_test)]
         exact = self.exact_test
-        if exact is not None and (
-            exact.p_value <= EXACT_ALPHA or (self.repeated and not self.warm_pair)
-        ):
+        if exact is None:
+            return by_test
+        if exact.p_value <= EXACT_ALPHA or (self.repeated and not self.warm_pair):
             return [test.arm for test in self.warm_tests if test.differing]
-        return by_test
+        level = EXACT_ALPHA / len(self.warm_tests)
+        found = [test.arm for test in self.warm_tests if test.tests[BITS].p_value <= level]
+        return list(dict.fromkeys([*by_test, *found]))
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:

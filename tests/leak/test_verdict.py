@@ -366,6 +366,18 @@ def test_an_aged_engine_is_an_arm_like_another(made):
     assert "(arm aged)" in verdict.sentence
 
 
+def test_an_arm_that_alone_leaks_is_not_diluted_by_the_others(made):
+    """As after a cancelled request: the other warm arms are clean."""
+    names = ("persistent", "persistent_again", "fresh", "fresh_again", "cancel")
+
+    def freed(name, ordinal):
+        return {"bits": "stale"} if name == "cancel" and ordinal in (1, 5, 6, 12, 19) else None
+
+    verdict = judge(_records(made, names, freed), made.arms(*names))
+    assert (verdict.verdict, verdict.count("leak")) == ("leak", 5)
+    assert "(arm cancel)" in verdict.sentence
+
+
 def test_a_fault_at_another_length_shows_beside_the_samples(made):
     names = ("persistent", "fresh", "fresh_again", "reference")
     records = _records(made, names)
