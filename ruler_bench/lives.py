@@ -31,7 +31,8 @@ from ruler_bench.answer import checked_generation
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.host import described, start_backend
 
-PRELOADED = (
+LEAST_PRELOADED = ("ruler_bench.lives",)
+MODELS_PRELOADED = (
     "torch",
     "backends.engine",
     # What our engine reads a model's configuration with; each takes long, and none is found by
@@ -39,9 +40,9 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{one}.configuration_{one}" for one in ("llama", "mistral")),
     *(f"transformers.models.{one}.configuration_{one}" for one in ("qwen2", "qwen3")),
-    "ruler_bench.lives",
 )
 """What the fork server imports; nothing here starts a thread or touches a GPU when imported."""
+WITHOUT_MODEL = ("backends.oracle",)
 CLOSE_SECONDS = 60
 SHOWN_LINES = 20
 
@@ -373,10 +374,21 @@ def _context(start: str, settings: Mapping[str, Any]) -> ForkServerContext | Spa
     if start == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    target = str(settings.get("_target_", ""))
-    own = [target.rpartition(".")[0]] if target.startswith("backends.") else []
-    context.set_forkserver_preload([*PRELOADED, *own])
+    context.set_forkserver_preload(preloaded(str(settings.get("_target_", ""))))
     return context
+
+
+def preloaded(target: str) -> list[str]:
+    """Return the modules that the fork server imports for a backend.
+
+    The first engine of a program decides, since there is one server; what it has not imported
+    costs each process time and nothing else.
+    """
+    module = target.rpartition(".")[0]
+    if module in WITHOUT_MODEL:
+        return [*LEAST_PRELOADED, module]
+    own = [module] if module.startswith("backends.") else []
+    return [*LEAST_PRELOADED, *MODELS_PRELOADED, *own]
 
 
 @contextlib.contextmanager

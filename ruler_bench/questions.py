@@ -43,6 +43,7 @@ class Questions:
         self._cache = cache
         self._loaded: dict[str, list[Question]] = {}
         self._lengths: dict[str, int] = {}
+        self._cut: dict[Step, Asked] = {}
 
     def load(self, steps: Iterable[Step]) -> None:
         """Make everything that these steps ask.
@@ -91,9 +92,11 @@ class Questions:
         question = self._loaded[source][number]
         if step.source != CUT:
             return Asked(question, self._lengths[source], step.scored)
-        tokens = cut_tokens(len(question.prompt_token_ids), step)
-        shorter, is_whole = cut(question, tokens, self._encoder)
-        return Asked(shorter, shorter.tokens, step.scored and is_whole)
+        if step not in self._cut:
+            tokens = cut_tokens(len(question.prompt_token_ids), step)
+            shorter, is_whole = cut(question, tokens, self._encoder)
+            self._cut[step] = Asked(shorter, shorter.tokens, step.scored and is_whole)
+        return self._cut[step]
 
 
 def _place(step: Step) -> tuple[str, int]:

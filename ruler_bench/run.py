@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -90,8 +91,9 @@ class Bench:
 
     def harness_arguments(self) -> dict[str, Any]:
         """Return what the harness knows of a backend's constructor arguments (backends.base)."""
-        return harness_arguments(self.cell, self.model, self.context_tokens())
+        return harness_arguments(self.cell, self.model, self.context_tokens)
 
+    @functools.cached_property
     def context_tokens(self) -> int:
         """Return the context that the engine is built for, the same for any choice of samples.
 
@@ -313,7 +315,9 @@ def narrowed(bench: Bench, stream: Stream) -> Stream:
         "fresh",
         {"on": cell.fresh.on, "seed": cell.seed, "suspects": found, "audited": drawn},
     )
-    return stream.only({*found, *drawn})
+    # What was recorded of other samples, when others were asked for, is kept beside.
+    recorded = {one.ordinal for one in journal.finished(stream.arm)}
+    return stream.only({*found, *drawn, *recorded})
 
 
 class Stopped(Exception):  # noqa: N818 (what happened; nothing is wrong with the harness)
@@ -386,7 +390,8 @@ def run_stream(bench: Bench, stream: Stream) -> None:
     if len(cell.arms) > 1:
         title = f"{title} {stream.arm}"
     if not pending:
-        print(f"{title}: all {len(stream.steps)} samples are recorded", file=sys.stderr)
+        what = f"all {len(stream.steps)} samples are recorded" if own else "no sample to ask"
+        print(f"{title}: {what}", file=sys.stderr)
     for record in done:
         check_contradictions(bench, record)
     if not pending:
@@ -661,7 +666,7 @@ def ask(bench: Bench, life: Life, step: Step) -> Reply:
     if step.action == FILL:
         context = life.settings.get("max_model_len")
         if not isinstance(context, int):
-            context = bench.context_tokens()
+            context = bench.context_tokens
         room = context - len(request.prompt_token_ids)
         request = replace(request, max_new_tokens=room, stop_token_ids=())
     if step.action == CANCEL:

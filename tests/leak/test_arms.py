@@ -45,7 +45,7 @@ def test_a_damaged_entry_is_named(field, value):
         value = ["a list"]
     with pytest.raises(ValueError, match=f"arms.fresh.{field}"):
         arms_of({"arms": {"fresh": entry | {field: value}}})
-    with pytest.raises(ValueError, match="arms.fresh is no object"):
+    with pytest.raises(ValueError, match=r"arms\.fresh is no object"):
         arms_of({"arms": {"fresh": value}})
 
 

@@ -1,0 +1,116 @@
+"""Engines that misbehave in one way each, for tests of arms; they answer needle tasks."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+from backends.base import Generation, RequestCancelled
+from backends.oracle import answer_from_needles
+
+SERVED = []
+
+
+class Plain:
+    """Answers right."""
+
+    def __init__(self, *, delay_seconds: float = 0.0) -> None:
+        self.delay_seconds = delay_seconds
+
+    def generate(self, request):
+        time.sleep(self.delay_seconds)
+        return Generation(text=answer_from_needles(request.prompt), finish_reason="stop")
+
+    def describe(self):
+        return {"delay_seconds": self.delay_seconds, "max_model_len": 1024}
+
+    def close(self):
+        pass
+
+
+class Leaky(Plain):
+    """Answers what it was asked before, from its second request on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = None
+
+    def generate(self, request):
+        answer = answer_from_needles(request.prompt)
+        before, self.before = self.before, answer
+        return Generation(text=before or answer, finish_reason="stop")
+
+
+class LeakyModule(Plain):
+    """The same, by state of its module, which outlives the engine in its process."""
+
+    def generate(self, request):
+        SERVED.append(answer_from_needles(request.prompt))
+        return Generation(text=SERVED[max(0, len(SERVED) - 2)], finish_reason="stop")
+
+
+class Fragile(Plain):
+    """Hangs, dies or fails at one request, or at its start; a file remembers that it did."""
+
+    def __init__(self, *, hang: int = -1, die: int = -1, fail: int = -1, start: str = "") -> None:
+        super().__init__()
+        self.hang, self.die, self.fail = hang, die, fail
+        if start and os.path.exists(start):  # noqa: PTH110
+            raise OSError(98, "Address already in use")
+
+    def generate(self, request):
+        if request.request_id == self.hang:
+            time.sleep(600)
+        if request.request_id == self.die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if request.request_id == self.fail:
+            raise RuntimeError("nothing to say")
+        return super().generate(request)
+
+
+class Clinging(Plain):
+    """Holds a port that close() does not free."""
+
+    def __init__(self, *, port: int) -> None:
+        super().__init__()
+        self.socket = socket.create_server(("127.0.0.1", port))
+        KEPT.append(self.socket)
+
+
+KEPT = []
+
+
+class Cancellable(Plain):
+    """Can be cancelled; says which requests were."""
+
+    def __init__(self, *, deaf: bool = False) -> None:
+        super().__init__(delay_seconds=0.0)
+        self.cancelled = threading.Event()
+        self.deaf = deaf
+        self.asked = 0
+
+    def generate(self, request):
+        self.asked += 1
+        # Only a request that will be cancelled waits long enough for it.
+        if not self.deaf and request.request_id % 2 == 0 and self.cancelled.wait(20):
+            self.cancelled.clear()
+            raise RequestCancelled(f"request {request.request_id} was cancelled")
+        return super().generate(request)
+
+    def cancel(self, request_id):
+        self.cancelled.set()
+
+
+def unlike_a_class(*, phrase: str = "x"):
+    """Build an engine without cancel, which only shows when it is built."""
+    return Plain()
+
+
+class Telling(Plain):
+    """Puts out what it was asked: limit, stop tokens, tokens of the prompt."""
+
+    def generate(self, request):
+        told = f"{request.max_new_tokens} {len(request.stop_token_ids)}"
+        ids = tuple(request.prompt_token_ids)
+        return Generation(text=told, token_ids=ids, finish_reason="stop")
