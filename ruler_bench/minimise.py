@@ -58,6 +58,7 @@ from ruler_bench.leak.reproducer import (
     BITS,
     ERROR,
     Answer,
+    Ask,
     Engine,
     Limits,
     NotReproduced,
@@ -450,6 +451,11 @@ def replay_command(folder: Path) -> str:
     return f"python -m ruler_bench.minimise --replay {shlex.quote(portable_path(str(folder)))}"
 
 
+def sample_name(ask: Ask) -> str:
+    """Return what a table calls a request's sample."""
+    return "aging" if ask.ordinal >= AGING_ORDINALS else str(ask.ordinal)
+
+
 def readme(folder: Path, kept: Reproducer, lines: Sequence[str]) -> str:
     """Return README.md."""
     rows = []
@@ -458,7 +464,7 @@ def readme(folder: Path, kept: Reproducer, lines: Sequence[str]) -> str:
         if ask.cancel_after_seconds is not None:
             role = f"cancelled after {ask.cancel_after_seconds:.3g} s"
         rows.append(
-            f"| {place} | {ask.ordinal} | {len(ask.prompt_token_ids)} | {ask.max_new_tokens} "
+            f"| {place} | {sample_name(ask)} | {len(ask.prompt_token_ids)} | {ask.max_new_tokens} "
             f"| {role} |"
         )
     settings = " ".join(f"{key}={value}" for key, value in sorted(kept.engine.settings.items()))
@@ -532,8 +538,9 @@ def _replayed(
     shown: Sequence[Answer],
     answers: Sequence[Answer | None],
 ) -> list[str]:
-    what = f"{kept.task}, ordinal {kept.ordinal}, after {len(kept.asks) - 1} others on "
-    what += f"{engine.backend}"
+    others = len(kept.asks) - 1
+    what = f"{kept.task}, ordinal {kept.ordinal}, after {others} other{'s' * (others > 1)} on "
+    what += engine.backend
     lines = []
     if shown:
         how = _what_changes(change(shown[0], fresh, True), fresh, shown[0])

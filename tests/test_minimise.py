@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -304,7 +305,8 @@ def test_a_limit_of_requests_ends_the_search_with_what_was_found():
 
 ENGINES = '''
 import os
-from backends.base import Generation
+import threading
+from backends.base import Generation, RequestCancelled
 
 SERVED = set()
 
@@ -329,6 +331,24 @@ class Leaky:
 
     def close(self):
         pass
+
+
+class Hasty(Leaky):
+    """Answers wrongly after a request that was cancelled."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = threading.Event()
+
+    def generate(self, request):
+        if request.request_id % 2 == 0 and not self.seen and self.ended.wait(2):
+            self.needs = (0,)
+            self.seen.add(0)
+            raise RequestCancelled("cancelled")
+        return super().generate(request)
+
+    def cancel(self, request_id):
+        self.ended.set()
 
 
 class LeakyModule(Leaky):
@@ -423,6 +443,32 @@ def test_a_chosen_answer_and_another_arm(leaky, minimise, workdir):
     assert about["arm"] == "shuffled"
     assert len(rows) == 2
     assert rows[0]["ordinal"] == 6
+
+
+@pytest.mark.parametrize(
+    ("arm", "needs", "ordinals"),
+    [("axa", "[0]", [0, 1]), ("aged", "[3,47]", [1_000_003, 1_000_047, 0])],
+)
+def test_requests_beside_the_samples_are_asked_again(leaky, minimise, arm, needs, ordinals):
+    """`needs` are places in the arm's stream: of aged, requests that only age the engine."""
+    leaky(f"+backend.needs={needs}", "num_samples=2", arms=f"arms=[{arm},fresh]")
+    finished = minimise("run", "--arm", arm, "--ordinal", str(ordinals[-1]))
+    assert finished.status == 3, finished.err
+    rows, about, *_ = kept(Path("run/reproducer"))
+    assert [row["ordinal"] for row in rows] == ordinals
+    assert about["whole_requests"] == {"axa": 2, "aged": 51}[arm]
+    assert ("aging" in Path("run/reproducer/README.md").read_text()) == (arm == "aged")
+
+
+def test_a_cancelled_request_is_cancelled_again(leaky, minimise, workdir):
+    ran = leaky("num_samples=2", name="Hasty", arms="arms=[cancel,fresh]")
+    assert ran.status != 2, ran.err
+    finished = minimise("run", "--arm", "cancel")
+    assert finished.status == 3, finished.err
+    rows, *_ = kept(workdir / "run" / "reproducer")
+    assert [row["ordinal"] for row in rows] == [1, 0]
+    assert rows[0]["cancel_after_seconds"] > 0
+    assert rows[1]["cancel_after_seconds"] is None
 
 
 def test_one_arm_is_enough_for_an_answer_that_is_named(leaky, minimise, workdir):

@@ -422,8 +422,10 @@ class Search:
 
 
 def _shorter_answers(ask: Ask) -> Iterator[Ask]:
-    if ask.max_new_tokens > 1:
-        yield replace(ask, max_new_tokens=ask.max_new_tokens // 2)
+    """Yield a request for one token, which is mostly enough, and for half as many."""
+    for new_tokens in dict.fromkeys((1, ask.max_new_tokens // 2)):
+        if 0 < new_tokens < ask.max_new_tokens:
+            yield replace(ask, max_new_tokens=new_tokens)
 
 
 def _size(asks: Sequence[Ask]) -> str:
