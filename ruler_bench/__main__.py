@@ -77,6 +77,8 @@ def job(config: DictConfig) -> JobResult:
         runs += outcome.runs
         if outcome.verdict is not None:
             print_verdict(outcome.verdict, in_full=swept is None)
+        elif cell.note:
+            print(cell.note)
         result.cells.append(CellRef(str(cell.folder), cell.ordinals))
         result.status = worst([result.status, outcome.status])
         if outcome.status == INTERRUPTED:

@@ -229,6 +229,7 @@ def _check_values(arguments: list[str]) -> None:
             _check_choices(key, value)
 
 
+REFERENCE_GROUP = "backend@reference"
 GROUPS = ("task", "backend", "model", "experiment", "fresh")
 _CHOICES = re.compile(r"[A-Za-z_][\w-]*(,[A-Za-z_][\w-]*)*")
 
@@ -294,6 +295,13 @@ def _bad_key(key: str, error: OmegaConfBaseException, config_name: str) -> Usage
 def _unknown_key(key: str, config_name: str) -> UsageError:
     if "backend=custom" in sys.argv and key.startswith("backend."):
         return UsageError(f"unknown key {key}: write +{key}=VALUE, since no file lists it.")
+    if key.startswith("reference.") and not any(
+        one.startswith(f"{REFERENCE_GROUP}=") for one in sys.argv[1:]
+    ):
+        return UsageError(
+            f"unknown key {key}: choose the reference first, {REFERENCE_GROUP}=gpu_only for "
+            "instance; its settings are then reference.KEY=VALUE."
+        )
     known = _known_keys(config_name)
     # A dotted key belongs to one group: listing that group's keys says more than listing all.
     prefix = key.rpartition(".")[0]
@@ -306,7 +314,9 @@ def _unknown_key(key: str, config_name: str) -> UsageError:
 def _known_keys(config_name: str) -> list[str]:
     """Return every key of the configuration with the user's own choice of groups."""
     chosen = [
-        argument.split(",")[0] for argument in sys.argv[1:] if argument.partition("=")[0] in GROUPS
+        argument.split(",")[0]
+        for argument in sys.argv[1:]
+        if argument.partition("=")[0] in (*GROUPS, REFERENCE_GROUP)
     ]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):

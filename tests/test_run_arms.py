@@ -351,6 +351,8 @@ BAD_ARMS = {
     ("stop_on=lek",): "unknown stop_on 'lek'. Did you mean 'leak'?",
     ("timeout_seconds=0",): "timeout_seconds=0: out of range; must be above 0",
     ("max_unstable=2",): "max_unstable=2: out of range; must be a share, 0 to 1",
+    ("reference.dtype=x",): "unknown key reference.dtype: choose the reference first, backend@ref",
+    ("backend@reference=hf", "reference.dtpe=x"): "Did you mean reference.dtype?",
     ("arms=[reference]", "backend@reference=hff"): "unknown backend 'hff'. Did you mean 'hf'?",
 }
 
