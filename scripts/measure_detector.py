@@ -83,11 +83,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--engines", nargs="+", default=list(clean.ENGINES), metavar="ENGINE", help="clean ones"
     )
+    parser.add_argument(
+        "--reference", choices=("hf", "gpu_only"), default="hf", help="of the project's engines"
+    )
     parser.add_argument("--runs", type=int, default=375, help="of noisy engines, made in memory")
     parser.add_argument("--runner-runs", type=int, default=20, help="through the runner")
     parser.add_argument("--noisy-samples", type=int, default=20, help="of each noisy engine")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="for every engine of the project"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="for every run of an engine"
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -150,6 +153,7 @@ def settings_of(part: str, options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "threads": options.threads,
         "set": list(options.set),
+        "reference": options.reference,
     }
 
 
@@ -167,6 +171,7 @@ def plan_of(options: argparse.Namespace, samples: int) -> faults.Plan:
         threads=options.threads,
         seed=options.seed,
         overrides=options.set,
+        reference=options.reference,
     )
 
 

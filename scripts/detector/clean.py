@@ -22,7 +22,7 @@ ENGINES: Mapping[str, Sequence[str]] = {
 """Overrides of each. Building transformers' engine in a process of its own takes seconds, so that
 its fresh engines are built in one process."""
 REFERENCES = {HF: "gpu_only"}
-"""Whose persistent arm is the reference; hf's for all others."""
+"""Whose persistent arm is the reference, where it is not the plan's."""
 ARMS = (PERSISTENT, FRESH, FRESH_AGAIN)
 OTHER_THREADS = 2
 OTHER = f"hf, {OTHER_THREADS} threads,"
@@ -61,6 +61,7 @@ class Clean:
             *self._plan.common(task),
             f"threads={OTHER_THREADS}",
             "backend=hf",
+            *self._plan.overrides_of(HF),
             f"arms=[{PERSISTENT}]",
         ]
         return run(overrides, self._plan.folder / "clean" / f"hf_{OTHER_THREADS}_threads" / task)
@@ -68,7 +69,7 @@ class Clean:
     def measure(self, engine: str, task: str) -> dict[str, Any]:
         """Judge a sound engine against its fresh selves and another engine."""
         own = self.of(engine, task)
-        theirs = self.of(REFERENCES.get(engine, HF), task).as_reference()
+        theirs = self.of(REFERENCES.get(engine, self._plan.reference), task).as_reference()
         return figures(own.beside(theirs), self._plan.samples, own.seconds)
 
     def measure_threads(self, task: str, as_arm: str) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Plan:
         samples: of each run.
         threads: CPU threads of an engine.
         seed: of the samples.
-        overrides: for every engine of the project besides, such as smaller blocks.
+        overrides: for every run besides; those of the backend for the project's engines alone.
+        reference: backend of the arm reference.
     """
 
     folder: Path
@@ -35,6 +36,7 @@ class Plan:
     threads: int = 1
     seed: int = 42
     overrides: Sequence[str] = field(default=())
+    reference: str = "hf"
 
     def common(self, task: str, samples: int | None = None) -> list[str]:
         """Return the overrides that every run shares."""
@@ -61,9 +63,10 @@ MOST_SAMPLES = 20
 
 
 def reference(plan: Plan) -> Finished:
-    """Ask transformers the samples of all faults, or read what it answered."""
-    overrides = [*plan.common(TASK), "backend=hf", "arms=[persistent]"]
-    return run(overrides, plan.folder / "reference").as_reference()
+    """Ask the reference the samples of all faults, or read what it answered."""
+    name = plan.reference
+    overrides = [*plan.common(TASK), f"backend={name}", *plan.overrides_of(name)]
+    return run([*overrides, "arms=[persistent]"], plan.folder / "reference").as_reference()
 
 
 def arms_of(fault: Fault) -> tuple[str, ...]:

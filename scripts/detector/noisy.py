@@ -103,7 +103,8 @@ class NoisyEngine:
         if self._noise == "random_answers" and self._random.random() < self._rate:
             return self._told(request.prompt, f" {self._random.randint(10**6, 10**7 - 1)}.", None)
         if (place := self._tie(request.prompt, text)) is not None:
-            other = str((int(text[place]) + 1 + self._random.randrange(9)) % 10)
+            drawn = self._of_prompt(f"runner-up {place}", request.prompt)
+            other = str((int(text[place]) + drawn.randint(1, 9)) % 10)
             flipped = text[:place] + other + text[place + 1 :]
             rounds = self._noise != "kernel_by_life"
             return self._told(request.prompt, flipped, place, rounds)

@@ -197,7 +197,7 @@ def _clean(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
         f"of any index), {_samples(done)} samples each at "
         f"{manifest['settings']['length']} tokens, {compared} answers compared"
         + (f"; none in {compared} excludes {_bound(compared)} an answer" if not alarms else "")
-        + ". The reference of the project's engines is hf, that of hf is gpu_only. hf's fresh "
+        + f". The reference is {manifest['settings']['reference']}, that of hf gpu_only. hf's fresh "
         "engines are built anew in one process, the others' in a process each."
     )
     groups: dict[str, list[Row]] = {}
