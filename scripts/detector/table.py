@@ -15,6 +15,9 @@ from scripts.detector.judging import merged
 from scripts.detector.noisy import NOISES
 
 NAME = "detector"
+READING = "detector_reading.jsonl"
+"""Where there is one: wrong outputs with their kinds, read by somebody. Each line has fault, arm,
+ordinal, expected, output, kind, and instead: the kind that it should be, or null."""
 BEYOND = "kernel_by_life"
 """Noise that no request of the proof asks for, shown apart: it stays for an engine's life."""
 
@@ -32,7 +35,7 @@ def write(out: Path, parts: Sequence[str]) -> bool:
     (out / f"{NAME}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     known = {part: one for part, one in manifests.items() if one is not None}
     (out / f"{NAME}.json").write_text(json.dumps(known, indent=2) + "\n")
-    (out / f"{NAME}.md").write_text(markdown(rows, known))
+    (out / f"{NAME}.md").write_text(markdown(rows, known, _reading(out / READING)))
     return any(is_wrong(row) for found in rows.values() for row in found)
 
 
@@ -56,14 +59,24 @@ def outcome(row: Row) -> str:
     return f"{found['verdict']}{': FALSE ALARM' if found['false_alarm'] else ''}"
 
 
-def markdown(rows: Mapping[str, Sequence[Row]], manifests: Mapping[str, Any]) -> str:
-    """Return the whole page."""
+def markdown(
+    rows: Mapping[str, Sequence[Row]],
+    manifests: Mapping[str, Any],
+    reading: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return the whole page.
+
+    Args:
+        rows: of each part.
+        manifests: of each part that was begun.
+        reading: what a reader says of the kinds of some wrong outputs, see READING.
+    """
     parts = [
         "# Proof of the detector",
         "Made by `scripts/measure_detector.py` from detector.jsonl (a line for each row below); "
         "detector.json has commands, settings, versions and device. Probe model on a CPU.",
         *_faults(rows.get("faults", ()), manifests.get("faults")),
-        *_kinds(rows.get("faults", ())),
+        *_kinds(rows.get("faults", ()), reading),
         *_clean(rows.get("clean", ()), manifests.get("clean")),
         *_noisy(rows.get("noisy", ()), manifests.get("noisy")),
         *_errors([one for found in rows.values() for one in found]),
@@ -160,7 +173,13 @@ def _runs(verdicts: Sequence[str]) -> str:
     )
 
 
-def _kinds(rows: Sequence[Row]) -> Iterator[str]:
+def _reading(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _kinds(rows: Sequence[Row], reading: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     done = _measured(rows)
     by_fault = {row["name"]: _kind_counts(row["figures"]["wrong_outputs"]) for row in done}
     by_fault = {name: counted for name, counted in by_fault.items() if counted}
@@ -176,6 +195,23 @@ def _kinds(rows: Sequence[Row]) -> Iterator[str]:
         ("fault", *used),
         [(name, *(counted.get(kind, "") for kind in used)) for name, counted in by_fault.items()],
     )
+    yield from _read(reading)
+
+
+def _read(reading: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not reading:
+        yield "Whether these kinds are right was not judged."
+        return
+    others = [one for one in reading if one["instead"] is not None]
+    yield (
+        f"Read by one reader: {len(reading)} of them, up to four a fault, drawn at random. "
+        f"{len(reading) - len(others)} have the kind that the codebook means."
+    )
+    if others:
+        yield _table(
+            ("fault", "output", "kind", "should be"),
+            [(one["fault"], one["output"], one["kind"], one["instead"]) for one in others],
+        )
 
 
 def _kind_counts(outputs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -197,8 +233,8 @@ def _clean(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
         f"of any index), {_samples(done)} samples each at "
         f"{manifest['settings']['length']} tokens, {compared} answers compared"
         + (f"; none in {compared} excludes {_bound(compared)} an answer" if not alarms else "")
-        + f". The reference is {manifest['settings']['reference']}, that of hf gpu_only. hf's fresh "
-        "engines are built anew in one process, the others' in a process each."
+        + f". The reference is {manifest['settings']['reference']}, that of hf gpu_only. hf's "
+        "fresh engines are built anew in one process, the others' in a process each."
     )
     groups: dict[str, list[Row]] = {}
     for row in done:
