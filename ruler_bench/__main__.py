@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ruler_bench.leak.diagnose import Row
     from ruler_bench.leak.verdict import Verdict
 
 from backends.base import ConfigurationError
@@ -75,6 +78,8 @@ def job(config: DictConfig) -> JobResult:
             result.status = USAGE_ERROR
             continue
         runs += outcome.runs
+        if outcome.diagnosis is not None and swept is None:
+            print_diagnosis(outcome.diagnosis)
         if outcome.verdict is not None:
             print_verdict(outcome.verdict, in_full=swept is None)
         elif cell.note:
@@ -99,6 +104,13 @@ def print_verdict(verdict: Verdict, in_full: bool) -> None:
     from ruler_bench.leak.report import terminal_verdict  # noqa: PLC0415 (scipy takes long)
 
     print(terminal_verdict(verdict) + "\n" if in_full else verdict.sentence)
+
+
+def print_diagnosis(rows: Sequence[Row]) -> None:
+    """Print the answers to the hypotheses."""
+    from ruler_bench.leak.diagnose import terminal_diagnosis  # noqa: PLC0415
+
+    print(terminal_diagnosis(rows) + "\n")
 
 
 def _sweep() -> int:

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ruler_bench.errors import UsageError, unknown_name
 from ruler_bench.leak.arms import REFERENCES, SPELLINGS, kind_of
+from ruler_bench.leak.diagnose import arms_of_diagnosis
 from ruler_bench.tasks import TaskSpec
 
 MAX_SEED = 2**32 - 1
@@ -192,6 +193,8 @@ class Cell:
         stop_on: None, or "leak": stop when two arms contradict each other.
         max_unstable: share of the samples that may be unstable before the exit status says so.
         note: what is said with the table.
+        is_diagnosis: whether the hypotheses of `ruler_bench.leak.diagnose` are answered. Arms that
+            the backend refuses are then left out.
     """
 
     task: TaskSpec
@@ -216,6 +219,7 @@ class Cell:
     stop_on: str | None = None
     max_unstable: float = 0.0
     note: str | None = None
+    is_diagnosis: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the results, as plain JSON values, for the manifest and for resume.
@@ -557,6 +561,8 @@ def cells(
     if config.stop_on is not None and config.stop_on not in STOP_ON:
         raise unknown_name("stop_on", config.stop_on, STOP_ON)
     folder = _result_folder(config, choices, overrides, lengths, swept)
+    is_diagnosis = choices.get("experiment") == "diagnose"
+    chooses_arms = not is_diagnosis or any(one.startswith("arms=") for one in overrides)
     return [
         Cell(
             task=spec,
@@ -572,7 +578,7 @@ def cells(
             good_length_tokens=good,
             device=device,
             threads=threads,
-            arms=arms,
+            arms=arms if chooses_arms else arms_of_diagnosis(backend_settings, length),
             folder=folder if len(lengths) == 1 else folder / str(length),
             references=_references(config, choices) if {*REFERENCES} & {*arms} else (),
             fresh=fresh,
@@ -581,6 +587,7 @@ def cells(
             stop_on=config.stop_on,
             max_unstable=config.max_unstable,
             note=config.note,
+            is_diagnosis=is_diagnosis,
         )
         for length in lengths
     ]

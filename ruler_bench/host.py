@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from backends.base import HARNESS_ARGUMENTS, Backend, ConfigurationError
 from ruler_bench.errors import UsageError, one_line, unknown_name
-from ruler_bench.leak.arms import CANCEL, kind_of, swept_setting
+from ruler_bench.leak.arms import CANCEL, kind_of, variant_of
 
 TARGET = "_target_"
 OWN_KEYS = {"model_path": "model.path", "device": "device", "threads": "threads"}
@@ -222,23 +222,51 @@ def described(backend: Backend) -> dict[str, Any]:
 # --- what an arm asks of a backend --------------------------------------------------------------
 
 
+CHECKPOINT = "checkpoint"
+OWN_ENGINE = "backends.engine."
+
+
 def settings_of_arm(arm: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the backend settings of an arm: those of a sweep's arm have another value in one.
+    """Return the backend settings of an arm: those of some arms have other values in them.
 
     Raises:
-        UsageError: the backend has no such setting.
+        UsageError: the backend has no such setting, or is not ours where the arm needs that.
     """
-    swept = swept_setting(arm)
-    if swept is None:
+    variant = variant_of(arm)
+    if variant is None:
         return settings
-    keys, value = swept
-    names = inspect.signature(checked_factory(settings)).parameters
+    if variant.preset is not None:
+        settings = _of_preset(arm, settings, OWN_ENGINE + variant.preset)
+    names = inspect.signature(backend_factory(settings)).parameters
+    found = dict(settings)
+    for keys, value in variant.settings:
+        found[_first_known(arm, settings, keys, names)] = value
+    if variant.records:
+        _first_known(arm, settings, (CHECKPOINT,), names)
+    checked_factory(found)
+    return found
+
+
+def _first_known(
+    arm: str, settings: dict[str, Any], keys: Sequence[str], names: Container[str]
+) -> str:
     key = next((one for one in keys if one in names), None)
     if key is None:
         raise UsageError(
             f"arm {arm}: {settings[TARGET]} has no setting {' or '.join(keys)}; leave the arm out."
         )
-    return settings | {key: value}
+    return key
+
+
+def _of_preset(arm: str, settings: dict[str, Any], target: str) -> dict[str, Any]:
+    """Return the settings of another preset of our engine: what both have stays."""
+    if not str(settings[TARGET]).startswith(OWN_ENGINE):
+        raise UsageError(
+            f"arm {arm}: is another preset of the project's engine, and {settings[TARGET]} is "
+            "none; leave the arm out."
+        )
+    names = inspect.signature(checked_factory({TARGET: target})).parameters
+    return {key: value for key, value in settings.items() if key in names} | {TARGET: target}
 
 
 def check_arm(arm: str, settings: dict[str, Any]) -> None:

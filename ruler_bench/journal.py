@@ -20,7 +20,7 @@ from ruler_bench.config import (
     shareable,
 )
 from ruler_bench.errors import UsageError
-from ruler_bench.leak.arms import REFERENCE, REFERENCES, Arm, in_running_order, swept_setting
+from ruler_bench.leak.arms import REFERENCE, REFERENCES, Arm, in_running_order, variant_of
 from ruler_bench.leak.join import ArmFacts, arm_facts
 from ruler_bench.questions import Questions
 from ruler_bench.records import (
@@ -259,7 +259,7 @@ class Journal:
         if held is not None:
             there, here = ({"arms": {arm.name: self._arm_kept(one)}} for one in (held, entry))
             manifest.check_same(self.folder, there, here)
-        if arm.name not in OTHER_SETTINGS and swept_setting(arm.name) is None:
+        if arm.name not in OTHER_SETTINGS and variant_of(arm.name) is None:
             if self.manifest["backend_in_force"] is not None:
                 before = {"backend_in_force": self.manifest["backend_in_force"]}
                 asked = {"backend_in_force": in_force}

@@ -29,6 +29,7 @@ from ruler_bench.leak.arms import (
     REFERENCES,
     Arm,
     kind_of,
+    variant_of,
 )
 from ruler_bench.leak.join import arm_facts
 from ruler_bench.lives import (
@@ -51,6 +52,7 @@ from ruler_bench.tasks import DataSpec, Sample
 from ruler_bench.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from ruler_bench.leak.diagnose import Row
     from ruler_bench.leak.verdict import Verdict
 
 __all__ = ["cache_dir", "described", "output_text", "run_cell"]
@@ -63,12 +65,13 @@ CANCEL_SECONDS = 0.05
 @dataclass(frozen=True)
 class Outcome:
     """What became of one cell: its exit status, and each arm's records, partial after an
-    interrupt; with several arms, the verdict over them.
+    interrupt; with several arms, the verdict over them; of a diagnosis, its table.
     """
 
     status: int
     runs: list[Run]
     verdict: Verdict | None = None
+    diagnosis: list[Row] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,15 +160,31 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
         status, ran = run_streams(bench)
         run = journal.close(ran, cell.ordinals)
         runs = by_arm(run)
-        verdict = verdict_of(bench, run)
+        verdict, diagnosis = verdict_of(bench, run), diagnosis_of(bench, run)
         written = journal.holds_another_run or write_outputs(
-            folder, runs, bench.questions.samples(), verdict
+            folder, runs, bench.questions.samples(), verdict, diagnosis
         )
     if status == OK and verdict is not None:
         status = verdict.status
     if status == OK and (not written or any(record.error for record in run.records)):
         status = SAMPLE_ERRORS
-    return Outcome(status, runs, verdict)
+    return Outcome(status, runs, verdict, diagnosis)
+
+
+def diagnosis_of(bench: Bench, run: Run) -> list[Row] | None:
+    """Return the answers to the hypotheses; None where none are asked, or nothing is recorded."""
+    if not bench.cell.is_diagnosis or not run.records:
+        return None
+    from ruler_bench.leak.diagnose import Evidence, diagnose  # noqa: PLC0415 (scipy takes long)
+
+    return diagnose(
+        Evidence.of(
+            run.records,
+            arm_facts(run.manifest, run.records),
+            refused=run.manifest.get(REFUSED) or {},
+            recordings=recordings(bench),
+        )
+    )
 
 
 def verdict_of(bench: Bench, run: Run) -> Verdict | None:
@@ -204,8 +223,24 @@ def data_spec(cell: Cell, counter: Tokenizer) -> DataSpec:
 
 
 def planned(cell: Cell) -> list[Stream]:
-    """Return the streams of a cell, cheap arms first."""
-    return streams(cell.arms, cell.ordinals, cell.seed, boundary_units(cell))
+    """Return the streams of a cell, cheap arms first; what is recorded, of the first sample."""
+    found = streams(cell.arms, cell.ordinals, cell.seed, boundary_units(cell))
+    return [one.only(cell.ordinals[:1]) if records_steps(one.arm) else one for one in found]
+
+
+def records_steps(arm: str) -> bool:
+    """Tell whether an arm's engine writes down what it computes."""
+    variant = variant_of(arm)
+    return variant is not None and variant.records
+
+
+REFUSED = "refused"
+"""In the manifest of a diagnosis: why a backend refused an arm, by the arm's name."""
+
+
+def recordings(bench: Bench) -> Path:
+    """Return the folder of what arms write down of their steps, one folder an arm."""
+    return bench.journal.folder / "checkpoints"
 
 
 def boundary_units(cell: Cell) -> list[int]:
@@ -253,7 +288,8 @@ def check_cell(cell: Cell) -> Path:
     check_positions(cell, model)
     checked_factory(cell.backend_settings)
     for arm in cell.arms:
-        check_arm(arm, cell.backend_settings)
+        if not (cell.is_diagnosis and variant_of(arm)):
+            check_arm(arm, cell.backend_settings)
     for one in cell.references:
         checked_factory(one.settings)
     return model
@@ -283,7 +319,13 @@ def run_streams(bench: Bench) -> tuple[int, list[Stream]]:
         for stream in bench.streams:
             chosen = narrowed(bench, stream)
             ran.append(chosen)
-            run_stream(bench, chosen)
+            try:
+                run_stream(bench, chosen)
+            except ConfigurationError as error:
+                if not (bench.cell.is_diagnosis and variant_of(stream.arm)):
+                    raise
+                ran.pop()
+                refuse(bench, stream.arm, error)
     except KeyboardInterrupt:
         return INTERRUPTED, bench.streams
     except Stopped as stopped:
@@ -296,6 +338,14 @@ def run_streams(bench: Bench) -> tuple[int, list[Stream]]:
         print(f"error: {error}", file=sys.stderr)
         return SAMPLE_ERRORS, bench.streams
     return OK, ran
+
+
+def refuse(bench: Bench, arm: str, error: ConfigurationError) -> None:
+    """Go on without an arm that the backend cannot do, and keep why."""
+    print(f"arm {arm}: left out ({one_line(error)})", file=sys.stderr)
+    bench.journal.note(
+        REFUSED, (bench.journal.manifest.get(REFUSED) or {}) | {arm: one_line(error)}
+    )
 
 
 def narrowed(bench: Bench, stream: Stream) -> Stream:
@@ -582,7 +632,10 @@ def start_life(bench: Bench, stream: Stream) -> Life:
     """
     if stream.arm in REFERENCES:
         return start_reference(bench, stream.arm)
-    life = start_one(bench, stream.arm, settings_of_arm(stream.arm, bench.cell.backend_settings))
+    settings = settings_of_arm(stream.arm, bench.cell.backend_settings)
+    if records_steps(stream.arm):
+        settings |= {"checkpoint": str(recordings(bench) / stream.arm)}
+    life = start_one(bench, stream.arm, settings)
     if "cancel" in bench.cell.arms and not life.can_cancel:
         life.close()
         raise cannot_cancel(bench.cell.backend_settings["_target_"])
@@ -753,7 +806,11 @@ def decoded(generation: Generation, stop_token_ids: Sequence[int], tokenizer: To
 
 
 def write_outputs(
-    folder: Path, runs: Sequence[Run], samples: list[Sample], verdict: Verdict | None
+    folder: Path,
+    runs: Sequence[Run],
+    samples: list[Sample],
+    verdict: Verdict | None,
+    diagnosis: Sequence[Row] | None = None,
 ) -> bool:
     """Write manifest, reports and predictions; a full disk is said and does not hide the table.
 
@@ -765,8 +822,8 @@ def write_outputs(
     try:
         manifest.write_manifest(folder, runs[0].manifest)
         write_reports(folder, runs)
-        if verdict is not None:
-            write_with_report(folder, verdict)
+        if verdict is not None or diagnosis is not None:
+            write_with_report(folder, verdict, diagnosis)
         write_predictions(folder, _asked_once(runs), samples)
     except OSError as error:
         print(
@@ -778,15 +835,19 @@ def write_outputs(
     return True
 
 
-def write_with_report(folder: Path, verdict: Verdict) -> None:
-    """Write the verdict's own files, and put it under the title of report.md."""
+def write_with_report(
+    folder: Path, verdict: Verdict | None, diagnosis: Sequence[Row] | None = None
+) -> None:
+    """Write the files of a verdict and a diagnosis, and put both under the title of report.md."""
+    from ruler_bench.leak.diagnose import markdown_diagnosis  # noqa: PLC0415
     from ruler_bench.leak.report import markdown_verdict, write_verdict  # noqa: PLC0415
 
-    write_verdict(folder, verdict)
+    write_verdict(folder, verdict, diagnosis)
     path = folder / "report.md"
     title, gap, rest = path.read_text(encoding="utf-8").partition("\n\n")
-    text = f"{title}{gap}{markdown_verdict(verdict)}{gap}{rest}"
-    path.write_text(text, encoding="utf-8", newline="\n")
+    parts = [] if diagnosis is None else [markdown_diagnosis(diagnosis)]
+    parts += [] if verdict is None else [markdown_verdict(verdict)]
+    path.write_text(gap.join([title, *parts, rest]), encoding="utf-8", newline="\n")
 
 
 def _asked_once(runs: Sequence[Run]) -> Run:

@@ -64,7 +64,50 @@ SWEPT_SETTINGS: dict[str, tuple[str, ...]] = {
 
 REFERENCE = "reference"
 REFERENCES = (REFERENCE, "reference_again")
-SPELLINGS = (*KINDS, *(f"{name}_<n>" for name in SWEPT_SETTINGS))
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How the engine of an arm differs from the run's.
+
+    Attributes:
+        settings: other values; of several keys the first that the backend has.
+        preset: another preset of our engine, by the name in `backends.engine`.
+        records: what is computed is recorded, in a folder of the run's.
+    """
+
+    settings: tuple[tuple[tuple[str, ...], Any], ...] = ()
+    preset: str | None = None
+    records: bool = False
+
+
+_CHUNK, _ATTEND = ("chunk_tokens",), ("attend_tokens",)
+VARIANTS: dict[str, Variant] = {
+    "attend_whole": Variant(((_ATTEND, None),), "gpu_only"),
+    "gpu_only_whole": Variant(((_CHUNK, None), (_ATTEND, None)), "gpu_only"),
+    "layerwise": Variant((), "offload_layerwise"),
+    **{
+        f"offload_{mode}": Variant(((("offload",), mode), (("resident_tokens",), None)))
+        for mode in ("always", "never", "auto")
+    },
+}
+"""Arms with another engine that differ by more, or by other things, than a number."""
+
+SYNCHRONISED, RECORDED = "synchronised", "recorded"
+ENDINGS: dict[str, Variant] = {
+    SYNCHRONISED: Variant(((("synchronise",), True),)),
+    RECORDED: Variant(records=True),
+}
+"""Arms of their own, and endings of others' names, as in slots_2_synchronised. What is recorded
+takes long and much room: the first sample alone."""
+
+SPELLINGS = (
+    *KINDS,
+    *(f"{name}_<n>" for name in (*SWEPT_SETTINGS, "attend")),
+    *VARIANTS,
+    *ENDINGS,
+)
+_ATTEND_SWEEP = re.compile(r"attend_([1-9][0-9]{0,8})")
 _SWEEP = re.compile(rf"({'|'.join(SWEPT_SETTINGS)})_([1-9][0-9]{{0,8}})")
 
 
@@ -72,6 +115,29 @@ def swept_setting(name: str) -> tuple[tuple[str, ...], int] | None:
     """Return the settings that a sweep's arm may stand for and its value; None for other arms."""
     match = _SWEEP.fullmatch(name)
     return None if match is None else (SWEPT_SETTINGS[match[1]], int(match[2]))
+
+
+def variant_of(name: str) -> Variant | None:
+    """Return how an arm's engine differs from the run's; None where it does not, or is unknown."""
+    base, _, ending = name.rpartition("_")
+    if name in ENDINGS:
+        return ENDINGS[name]
+    if ending in ENDINGS:
+        found, more = _variant_named(base), ENDINGS[ending]
+        if found is None:
+            return None
+        return Variant(found.settings + more.settings, found.preset, more.records)
+    return _variant_named(name)
+
+
+def _variant_named(name: str) -> Variant | None:
+    swept = swept_setting(name)
+    if swept is not None:
+        return Variant((swept,))
+    match = _ATTEND_SWEEP.fullmatch(name)
+    if match is not None:
+        return Variant(((_ATTEND, int(match[1])),), "gpu_only")
+    return VARIANTS.get(name)
 
 
 def kind_of(name: str) -> Kind:
@@ -82,9 +148,10 @@ def kind_of(name: str) -> Kind:
     """
     if name in KINDS:
         return KINDS[name]
-    if swept_setting(name) is not None:
+    if variant_of(name) is not None:
         return Kind()
-    close = nearest(name, [*KINDS, *(f"{one}_2" for one in SWEPT_SETTINGS)])
+    known = [*KINDS, *(f"{one}_2" for one in SWEPT_SETTINGS), *VARIANTS, *ENDINGS]
+    close = nearest(name, known)
     hint = f" Did you mean {close!r}?" if close else ""
     raise UsageError(
         f"unknown arm {name!r}.{hint} Allowed: {', '.join(sorted(SPELLINGS))}; <n> is a number, "

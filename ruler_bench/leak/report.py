@@ -22,6 +22,7 @@ from ruler_bench.leak.classes import (
     UNSTABLE,
     IndexVerdict,
 )
+from ruler_bench.leak.diagnose import Row
 from ruler_bench.leak.verdict import SCHEMA_VERSION, Verdict
 from ruler_bench.report.tables import markdown_table
 from ruler_bench.report.text import markdown_cell, visible
@@ -233,12 +234,23 @@ def _xml(text: str) -> str:
     return _NOT_IN_XML.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def write_verdict(folder: Path, verdict: Verdict) -> None:
+def write_verdict(
+    folder: Path, verdict: Verdict | None, diagnosis: Sequence[Row] | None = None
+) -> None:
     """Write verdict.json and junit.xml into an existing folder.
+
+    Args:
+        folder: where to.
+        verdict: over the arms; None where there is none, and then no junit.xml either.
+        diagnosis: answers to hypotheses, under "diagnose".
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    text = json.dumps(to_json(verdict), indent=2, ensure_ascii=True, allow_nan=False)
+    values: dict[str, Any] = {} if verdict is None else to_json(verdict)
+    if diagnosis is not None:
+        values["diagnose"] = [dataclasses.asdict(one) for one in diagnosis]
+    text = json.dumps(values, indent=2, ensure_ascii=True, allow_nan=False)
     (folder / VERDICT_JSON).write_text(text + "\n", encoding="utf-8", newline="\n")
-    (folder / JUNIT_XML).write_text(junit_xml(verdict), encoding="utf-8", newline="\n")
+    if verdict is not None:
+        (folder / JUNIT_XML).write_text(junit_xml(verdict), encoding="utf-8", newline="\n")
