@@ -124,7 +124,8 @@ def check_options(options: argparse.Namespace) -> None:
 def measure_part(part: str, options: argparse.Namespace, arguments: Sequence[str] | None) -> None:
     """Measure the rows of a part that are missing, or all where they are judged anew."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = ["python", "scripts/measure_detector.py", *map(portable_path, words)]
+    shown = ["DIR" if one == str(options.out) else portable_path(one) for one in words]
+    command = ["python", "scripts/measure_detector.py", *shown]
     settings = {**settings_of(part, options), **environment(torch.device("cpu"))}
     folder = options.out / part
     journal = Journal(folder, settings, " ".join(command), {"load": os.getloadavg()[0]})

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from backends.engine.faults import FAULTS
+from ruler_bench.leak.join import PERSISTENT_AGAIN
 from ruler_bench.leak.taxonomy import KINDS
 from ruler_bench.leak.tests_of_difference import excluded_rate
 from ruler_bench.report.text import markdown_cell
 from scripts.bench.journal import Row, read_manifest, read_rows
+from scripts.detector.clean import ENGINES
 from scripts.detector.judging import merged
 from scripts.detector.noisy import NOISES
 
@@ -18,6 +21,9 @@ NAME = "detector"
 READING = "detector_reading.jsonl"
 """Where there is one: wrong outputs with their kinds, read by somebody. Each line has fault, arm,
 ordinal, expected, output, kind, and instead: the kind that it should be, or null."""
+NOTES = "detector_notes.md"
+"""Where there is one: what a reader must know of how the rows came about, put at the end."""
+ASKED_COMPARISONS = 150
 BEYOND = "kernel_by_life"
 """Noise that no request of the proof asks for, shown apart: it stays for an engine's life."""
 
@@ -35,7 +41,10 @@ def write(out: Path, parts: Sequence[str]) -> bool:
     (out / f"{NAME}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     known = {part: one for part, one in manifests.items() if one is not None}
     (out / f"{NAME}.json").write_text(json.dumps(known, indent=2) + "\n")
-    (out / f"{NAME}.md").write_text(markdown(rows, known, _reading(out / READING)))
+    page = markdown(rows, known, _reading(out / READING))
+    notes = out / NOTES
+    more = f"\n{notes.read_text(encoding='utf-8')}" if notes.is_file() else ""
+    (out / f"{NAME}.md").write_text(page + more)
     return any(is_wrong(row) for found in rows.values() for row in found)
 
 
@@ -97,7 +106,7 @@ def _measured(rows: Sequence[Row]) -> list[Row]:
 
 
 def _faults(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
-    done = _measured(rows)
+    done = sorted(_measured(rows), key=lambda row: list(FAULTS).index(row["name"]))
     if not done:
         return
     right = [row for row in done if not is_wrong(row)]
@@ -107,17 +116,28 @@ def _faults(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
         f"{len(right)} of {len(rows)} faults are found in their class, with "
         f"{_samples(done)} samples of niah_single_1 at {settings['length']} tokens each. "
         "Found after: the smallest number of samples of which the judge says so. Evidence: the "
-        "strongest at that number, in the verdict's words. Seconds: all engines' starts and "
+        "strongest at that number, in the verdict's words. In the arm shuffled, the engine has "
+        "served the other samples of the run in between. Seconds: all engines' starts and "
         "requests, one thread, beside other work on the machine."
     )
     yield _table(
-        ("fault", "expected", "verdict", "class", "found after", "first evidence", "seconds"),
+        (
+            "fault",
+            "expected",
+            "verdict",
+            "class",
+            "samples",
+            "found after",
+            "first evidence",
+            "seconds",
+        ),
         [
             (
                 row["name"],
                 row["figures"]["expected"],
                 row["figures"]["verdict"],
                 "right" if row["figures"]["right_class"] else "WRONG",
+                row["figures"]["samples"],
                 _found_after(row["figures"]),
                 row["figures"]["evidence"] or "-",
                 f"{row['figures']['seconds']:.0f}",
@@ -130,7 +150,7 @@ def _faults(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
         [
             (
                 row["name"],
-                f"`{row['figures']['settings']}`",
+                row["figures"]["settings"],
                 ", ".join(row["figures"]["arms"]),
                 _counts(row["figures"]["indices"]),
                 _runs(row["figures"]["verdicts"]),
@@ -204,7 +224,8 @@ def _read(reading: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         return
     others = [one for one in reading if one["instead"] is not None]
     yield (
-        f"Read by one reader: {len(reading)} of them, up to four a fault, drawn at random. "
+        f"Read by one reader, who saw the kinds: {len(reading)} of them, up to four a fault, drawn "
+        "at random. "
         f"{len(reading) - len(others)} have the kind that the codebook means."
     )
     if others:
@@ -226,12 +247,13 @@ def _clean(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
     if not done:
         return
     alarms = sum(is_wrong(row) for row in done)
-    compared = sum(row["figures"]["comparisons"] for row in done)
+    # A run of hf with other threads is held against answers that are counted already.
+    compared = sum(row["figures"]["comparisons"] for row in done if row["name"] in ENGINES)
     yield "## False alarms: sound engines"
     yield (
         f"{alarms} of {len(done)} runs raise an alarm (leak, race or engine fault, of the whole or "
         f"of any index), {_samples(done)} samples each at "
-        f"{manifest['settings']['length']} tokens, {compared} answers compared"
+        f"{manifest['settings']['length']} tokens, {compared} answers of the five engines compared"
         + (f"; none in {compared} excludes {_bound(compared)} an answer" if not alarms else "")
         + f". The reference is {manifest['settings']['reference']}, that of hf gpu_only. hf's "
         "fresh engines are built anew in one process, the others' in a process each."
@@ -239,6 +261,7 @@ def _clean(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
     groups: dict[str, list[Row]] = {}
     for row in done:
         groups.setdefault(row["name"], []).append(row)
+    yield from _shortfalls(groups)
     yield _table(
         (
             "engine", "tasks", "arms", "compared", "verdicts", "indices by class", "alarms",
@@ -246,6 +269,24 @@ def _clean(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
         ),
         [_clean_row(name, found) for name, found in groups.items()],
     )  # fmt: skip
+
+
+def _compared(rows: Iterable[Row]) -> int:
+    return sum(row["figures"]["comparisons"] for row in rows)
+
+
+def _shortfalls(groups: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    """Say what these runs cannot show."""
+    counted = {name: _compared(groups.get(name, ())) for name in ENGINES}
+    few = [f"{name} {count}" for name, count in counted.items() if count < ASKED_COMPARISONS]
+    if few:
+        yield f"NOT ENOUGH: {ASKED_COMPARISONS} comparisons each are asked for; {', '.join(few)}."
+    arms = [row["figures"]["arms"] for rows in groups.values() for row in rows]
+    if not any(PERSISTENT_AGAIN in one for one in arms):
+        yield (
+            f"These runs have no arm {PERSISTENT_AGAIN}, without which no race can be called: they "
+            "say nothing about false races."
+        )
 
 
 def _clean_row(name: str, rows: Sequence[Row]) -> list[str]:
@@ -293,7 +334,8 @@ def _noisy(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
         + (f"; none in {len(asked)} excludes {_bound(len(asked))} of runs" if not alarms else "")
         + f". {runner} of them went through the runner, each fresh engine in a process of its own; "
         "the others were made in memory, by the same engine, orders of requests and scoring, and "
-        "are repeatable. Arms: persistent, persistent_again, shuffled, fresh, fresh_again, "
+        "are repeatable; they ask the same samples of three tasks, with other noise each time. "
+        "Arms: persistent, persistent_again, shuffled, fresh, fresh_again, "
         "reference. The noise is that of `scripts/detector/noisy.py`, at rates of 1, 2, 5 and 10%; "
         "in turn no, 30% and all answers round differently; the engine tells digests, margins, "
         "tokens or text alone; float32 or bfloat16."
@@ -310,10 +352,10 @@ def _noisy(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
     raised = [row for row in beyond if row["figures"]["false_alarm"]]
     if beyond:
         yield (
-            f"Not counted above: {BEYOND}, noise that an engine keeps for its life, as with a "
+            f"{BEYOND} is not counted above: noise that an engine keeps for its life, as with a "
             f"kernel that is chosen when a process starts. {len(raised)} of {len(beyond)} such "
-            "runs raise an alarm: the tests take the answers of one engine as independent of each "
-            "other, which they are not there."
+            f"runs raise an alarm; with them it is {alarms + len(raised)} of {len(done)}. The "
+            "tests take the answers of one engine as independent of each other, which they are not there."
         )
     wrong = [row for row in done if row["figures"]["false_alarm"]]
     if wrong:
