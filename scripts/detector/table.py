@@ -355,7 +355,8 @@ def _noisy(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
             f"{BEYOND} is not counted above: noise that an engine keeps for its life, as with a "
             f"kernel that is chosen when a process starts. {len(raised)} of {len(beyond)} such "
             f"runs raise an alarm; with them it is {alarms + len(raised)} of {len(done)}. The "
-            "tests take the answers of one engine as independent of each other, which they are not there."
+            "tests take the answers of one engine as independent of each other, which they are not "
+            "there."
         )
     wrong = [row for row in done if row["figures"]["false_alarm"]]
     if wrong:
