@@ -142,10 +142,15 @@ def judge(
         allowed = max_unstable * len(case.ordinals)
         status = STATUS[UNSTABLE] if shaky > allowed else 0
     name = title or records[0].task
+    words = sentence(case, overall, found, excluded, len(audit))
+    failed = _failed_when_warm(case)
+    if overall == OK and failed:
+        overall, words = UNDECIDED, _failures(failed)
+        status = STATUS[UNSTABLE] if len(failed) > max_unstable * len(case.ordinals) else 0
     return Verdict(
         title=name,
         verdict=overall,
-        sentence=f"{name}: {sentence(case, overall, found, excluded, len(audit))}",
+        sentence=f"{name}: {words}",
         status=status,
         indices=tuple(found),
         compared=len(case.ordinals),
@@ -199,6 +204,29 @@ def _arm(facts: ArmFacts) -> dict[str, Any]:
         "order": facts.arm.order if facts.order_known else None,
         "source": facts.source,
     }
+
+
+def _failed_when_warm(case: Case) -> list[int]:
+    """Return the ordinals at which a warm engine failed and a fresh one answered."""
+    fresh = case.joined.answers.get(case.fresh or "", {})
+    return sorted(
+        {
+            record.ordinal
+            for name in case.warm
+            for record in case.joined.streams.get(name, ())
+            if record.error is not None and record.ordinal in fresh
+        }
+    )
+
+
+def _failures(failed: Sequence[int]) -> str:
+    """Say that what failed is no answer that could be compared, and not nothing either."""
+    several = len(failed) > 1
+    return (
+        f"UNDECIDED. {len(failed)} sample{'s' * several} failed in an engine that had served "
+        f"others, and fresh engines answered {'them' if several else 'it'}; the other answers "
+        f"agree. First at index {failed[0]}."
+    )
 
 
 def _overall(case: Case, found: Sequence[IndexVerdict]) -> str:

@@ -445,3 +445,28 @@ def test_a_run_is_judged_by_its_manifest(made):
     }
     verdict = judge_run(manifest, _records(made, ALL), made.prompts(COUNT))
     assert (verdict.verdict, verdict.audited) == ("ok", 2)
+
+
+@pytest.mark.parametrize("failing", [("persistent",), ("persistent", "persistent_again")])
+def test_what_fails_only_when_warm_is_never_ok(made, failing):
+    def changed(name, ordinal):
+        if name in failing and ordinal in (3, 7):
+            return {"error": "KeyError: 3", "output": None, "score": None, "correct": None}
+        return None
+
+    verdict = judge(_records(made, ALL, changed), made.arms(*ALL), prompts=made.prompts(COUNT))
+    assert (verdict.verdict, verdict.status) == ("undecided", 5)
+    assert "2 samples failed in an engine that had served others" in verdict.sentence
+    assert "First at index 3." in verdict.sentence
+    patient = judge(_records(made, ALL, changed), made.arms(*ALL), max_unstable=0.2)
+    assert (patient.verdict, patient.status) == ("undecided", 0)
+
+
+def test_what_fails_when_fresh_too_says_nothing_of_a_leak(made):
+    def changed(name, ordinal):
+        if ordinal == 3:
+            return {"error": "OutOfMemory", "output": None, "score": None, "correct": None}
+        return None
+
+    verdict = judge(_records(made, ALL, changed), made.arms(*ALL), prompts=made.prompts(COUNT))
+    assert (verdict.verdict, verdict.status) == ("ok", 0)
