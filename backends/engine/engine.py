@@ -505,7 +505,7 @@ class Engine:
             self._scalars.position,
             rooms,
             want_logits=want_logits,
-            observer=None if record is None else _Hidden(record),
+            observer=None if record is None else _Recorded(record),
         )
         if record is not None and logits is not None:
             record("logits", self._blueprint.shape.layers, logits[None])
@@ -542,7 +542,7 @@ class Engine:
                 scalars.token,
                 scalars.position,
                 rooms,
-                observer=None if record is None else _Hidden(record),
+                observer=None if record is None else _Recorded(record),
             )
         if record is not None:
             record("logits", self._blueprint.shape.layers, logits[None])
@@ -609,7 +609,7 @@ class Engine:
             self._steps_recorded = sequence.reused // (self._settings.chunk_tokens or 1)
 
     def _record_for(self, sequence: Sequence, rows: int, *, want_logits: bool) -> Record | None:
-        """Return what writes a step's rows down, having written down what its positions give."""
+        """Return what writes a step's rows down."""
         recorder = self._recorder
         if recorder is None or sequence.request_id < 0:
             return None
@@ -620,15 +620,18 @@ class Engine:
             # Where there are fewer rows than tokens, they are those of the last tokens.
             recorder.record(name, layer, chunk, stop - tensor.shape[0], tensor)
 
-        record("rotation", -1, self._decoder.rotation_of(self._scalars.position, rows))
         return record
 
 
 @dataclass(frozen=True, slots=True)
-class _Hidden:
-    """Records the residual rows."""
+class _Recorded:
+    """Records what the decoder alone knows: the positions that it was given, the residual rows."""
 
     record: Record
+
+    def starts(self, rotation: torch.Tensor) -> None:
+        """See `Observer.starts`."""
+        self.record("rotation", -1, rotation)
 
     def layer_done(self, layer: int, hidden: torch.Tensor) -> None:
         """See `Observer.layer_done`."""

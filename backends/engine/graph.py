@@ -34,9 +34,6 @@ class CapturedParts:
             self._graphs = [_capture(part, pool) for part in parts]
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def replay(self, part: int) -> None:
         """Launch a part on the current stream."""
         self._graphs[part].replay()

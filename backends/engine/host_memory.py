@@ -1,7 +1,6 @@
 """How much CPU memory there is to take, and whether the machine may get more.
 
 Everything is read below a root folder, so that a test can describe a machine by a few files.
-RLIMIT_MEMLOCK is not read: CUDA's driver pins pages itself and does not count them against it.
 """
 
 from __future__ import annotations

@@ -56,6 +56,10 @@ class LayerRooms(Protocol):
 class Observer(Protocol):
     """Looks on, for a comparison of two runs."""
 
+    def starts(self, rotation: torch.Tensor) -> None:
+        """See what the rotary embedding makes of ones at the step's positions, [rows, head_dim]."""
+        ...
+
     def layer_done(self, layer: int, hidden: torch.Tensor) -> None:
         """See the residual rows [rows, hidden] after a layer; in the last, one row."""
         ...
@@ -238,6 +242,8 @@ class Decoder:
             overwrites them.
         """
         work, rows = self._work, tokens.shape[0]
+        if observer is not None:
+            observer.starts(self.rotation_of(start, rows))
         hidden = work.hidden[:rows]
         torch.index_select(self._embedding, 0, tokens, out=hidden)
         last = len(self._layers) - 1
@@ -273,6 +279,8 @@ class Decoder:
         Returns:
             The logits, float32 [vocabulary]. The next step overwrites them.
         """
+        if observer is not None:
+            observer.starts(self.rotation_of(position, 1))
         self.enter_one(token)
         for index in range(len(self._layers)):
             self.project_one(index, position, rooms.room(index))

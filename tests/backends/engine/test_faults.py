@@ -1,6 +1,8 @@
 """Seeded faults: each shows where it says, is hidden where it says, and is refused elsewhere."""
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -393,3 +395,29 @@ def test_leaks_show_on_a_gpu(name, probe, prompts):
     got = serve(build(probe, name, fault.settings, device="cuda"), prompts)
     assert same(got[0], wanted[0])
     assert not all(same(*pair) for pair in zip(got[1:], wanted[1:], strict=True))
+
+
+def test_recorded_rotations_are_those_of_the_positions_that_the_decoder_was_given(tiny, tmp_path):
+    """`divergence --only rotation` shows positions that restart in each chunk, and nothing else."""
+    folders = {}
+    for fault in (None, "positions_restart_each_chunk"):
+        for chunk_tokens in (40, 64):
+            folder = tmp_path / f"{fault}-{chunk_tokens}"
+            engine = offload(
+                model_path=str(tiny),
+                max_model_len=128,
+                chunk_tokens=chunk_tokens,
+                kvcache_block_size=16,
+                fault=fault,
+                checkpoint=str(folder),
+            )
+            engine.generate(Request(0, "", tuple(range(100)), 2))
+            engine.close()
+            folders[fault, chunk_tokens] = str(folder)
+
+    def differ(one, other):
+        command = [sys.executable, "-m", "ruler_bench.divergence", one, other, "--only", "rotation"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).returncode
+
+    assert differ(folders[None, 40], folders[None, 64]) == 0
+    assert differ(folders[None, 40], folders["positions_restart_each_chunk", 40]) == 1
