@@ -36,6 +36,7 @@ import torch  # noqa: E402
 
 from backends.base import ConfigurationError  # noqa: E402
 from backends.engine.faults import FAULTS  # noqa: E402
+from backends.engine.settings import resolve_device  # noqa: E402
 from ruler_bench.config import portable_path  # noqa: E402
 from ruler_bench.errors import UsageError, one_line, unknown_name  # noqa: E402
 from ruler_bench.leak.join import PERSISTENT, REFERENCE  # noqa: E402
@@ -77,6 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
     parser.add_argument("--seed", type=int, default=42, help="of the samples")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of an engine")
+    parser.add_argument("--device", default="cpu", help="of every engine but the noisy ones")
     parser.add_argument("--samples", type=int, default=20, help="of each fault, at most 20")
     parser.add_argument("--clean-samples", type=int, default=30, help="of each engine and task")
     parser.add_argument("--tasks", nargs="+", default=list(clean.TASKS), metavar="TASK")
@@ -100,6 +102,7 @@ def check_options(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: names the option.
+        ConfigurationError: there is no such device.
     """
     for what, names, allowed in (
         ("part", options.parts, PARTS),
@@ -109,6 +112,7 @@ def check_options(options: argparse.Namespace) -> None:
         for name in names:
             if name not in allowed:
                 raise unknown_name(what, name, allowed)
+    resolve_device(options.device)
     if options.only:
         options.parts = options.parts or [FAULTS_PART]
     for key in ("length", "threads", "samples", "clean_samples", "noisy_samples"):
@@ -126,7 +130,7 @@ def measure_part(part: str, options: argparse.Namespace, arguments: Sequence[str
     words = list(sys.argv[1:] if arguments is None else arguments)
     shown = ["DIR" if one == str(options.out) else portable_path(one) for one in words]
     command = ["python", "scripts/measure_detector.py", *shown]
-    settings = {**settings_of(part, options), **environment(torch.device("cpu"))}
+    settings = {**settings_of(part, options), **environment(device_of(part, options))}
     folder = options.out / part
     journal = Journal(folder, settings, " ".join(command), {"load": os.getloadavg()[0]})
     for key, name, measure in rows_of(part, options):
@@ -158,6 +162,11 @@ def settings_of(part: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def device_of(part: str, options: argparse.Namespace) -> torch.device:
+    """Return where a part's engines run; the noisy ones, which compute nothing, on the CPU."""
+    return torch.device("cpu" if part == NOISY_PART else options.device)
+
+
 def rows_of(part: str, options: argparse.Namespace) -> Iterator[tuple[str, str, Measure]]:
     """Yield key, name and measure of each row of a part."""
     makers = {FAULTS_PART: fault_rows, CLEAN_PART: clean_rows, NOISY_PART: noisy_rows}
@@ -170,6 +179,7 @@ def plan_of(options: argparse.Namespace, samples: int) -> faults.Plan:
         length=options.length,
         samples=samples,
         threads=options.threads,
+        device=options.device,
         seed=options.seed,
         overrides=options.set,
         reference=options.reference,

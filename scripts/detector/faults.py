@@ -25,6 +25,7 @@ class Plan:
         length: tokens of a sample.
         samples: of each run.
         threads: CPU threads of an engine.
+        device: of an engine.
         seed: of the samples.
         overrides: for every run besides; those of the backend for the project's engines alone.
         reference: backend of the arm reference.
@@ -34,6 +35,7 @@ class Plan:
     length: int = 2048
     samples: int = 20
     threads: int = 1
+    device: str = "cpu"
     seed: int = 42
     overrides: Sequence[str] = field(default=())
     reference: str = "hf"
@@ -42,7 +44,7 @@ class Plan:
         """Return the overrides that every run shares."""
         return [
             f"length={self.length}",
-            "device=cpu",
+            f"device={self.device}",
             f"threads={self.threads}",
             f"seed={self.seed}",
             f"task={task}",

@@ -83,7 +83,7 @@ def markdown(
     parts = [
         "# Proof of the detector",
         "Made by `scripts/measure_detector.py` from detector.jsonl (a line for each row below); "
-        "detector.json has commands, settings, versions and device. Probe model on a CPU.",
+        "detector.json has commands, settings, versions and device. Probe model.",
         *_faults(rows.get("faults", ()), manifests.get("faults")),
         *_kinds(rows.get("faults", ()), reading),
         *_clean(rows.get("clean", ()), manifests.get("clean")),
