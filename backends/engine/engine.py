@@ -38,7 +38,7 @@ from backends.engine.ops import make_ops
 from backends.engine.parts import Parts, TokenInput
 from backends.engine.pinned import HostPool
 from backends.engine.plan import draw, weight_source
-from backends.engine.policy import POLICIES
+from backends.engine.policy import POLICIES, dense_spans
 from backends.engine.settings import Settings, resolve_device, resolve_dtype
 from backends.engine.shape import find_model, read_shape
 from backends.engine.steps import Attention, ManyRows, OneRow, Record
@@ -449,7 +449,7 @@ class Engine:
         """Plan a step of `count` tokens after `length` others."""
         # A single new token sees every key, so its own joins the last span.
         keys = length + (1 if count == 1 else 0)
-        spans = self._policy.spans(keys, self._settings.attend_tokens)
+        spans = dense_spans(keys, self._settings.attend_tokens)
         layers = self._blueprint.shape.layers
         reads_all = last or (count == 1 and self._blueprint.decodes_by_splits)
         return StepPlan(count, spans, layers if reads_all else layers - 1)

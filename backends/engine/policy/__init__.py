@@ -1,7 +1,28 @@
-"""Prefill policies: which of the earlier keys the queries of a step read, and in what pieces."""
+"""Prefill policies: which of the earlier keys the queries of a step read."""
 
-from backends.engine.policy.base import Policy, Span
+from backends.engine.policy.base import (
+    BLOCK_TOKENS,
+    Model,
+    Place,
+    Policy,
+    Span,
+    causal_blocks,
+    dense_spans,
+)
 from backends.engine.policy.full import FullPolicy
-from backends.engine.policy.registry import POLICIES, policy_name
+from backends.engine.policy.registry import POLICIES, make_policy, policy_name, policy_settings
 
-__all__ = ["POLICIES", "FullPolicy", "Policy", "Span", "policy_name"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "POLICIES",
+    "FullPolicy",
+    "Model",
+    "Place",
+    "Policy",
+    "Span",
+    "causal_blocks",
+    "dense_spans",
+    "make_policy",
+    "policy_name",
+    "policy_settings",
+]

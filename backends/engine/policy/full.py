@@ -1,16 +1,45 @@
-"""Exact attention: every query reads all earlier keys."""
+"""Dense attention: every query reads all earlier keys."""
 
 from __future__ import annotations
 
-from backends.engine.policy.base import Span
+from typing import Any
+
+import torch
+
+from backends.engine.policy.base import Model, Place, Span, dense_spans
 
 
 class FullPolicy:
-    """Reads everything, cut at the multiples of `attend_tokens`."""
+    """Reads everything."""
 
     name = "full"
+    sparse = False
+    reads_keys = False
+
+    def __init__(self, model: Model | None = None) -> None:
+        del model
 
     def spans(self, keys: int, attend_tokens: int | None) -> tuple[Span, ...]:
-        """Return [0, attend_tokens), [attend_tokens, 2 * attend_tokens), ... up to `keys`."""
-        step = attend_tokens or max(keys, 1)
-        return tuple(Span(start, min(start + step, keys)) for start in range(0, keys, step))
+        """Return `dense_spans`. For callers that have not changed to it."""
+        return dense_spans(keys, attend_tokens)
+
+    def known(self, layer: int, place: Place) -> torch.Tensor | None:
+        """Return None: a dense policy is not asked."""
+        del layer, place
+        return None
+
+    def select(
+        self, query: torch.Tensor, keys: torch.Tensor, layer: int, place: Place
+    ) -> torch.Tensor | None:
+        """Return None: every block is read."""
+        del query, keys, layer, place
+        return None
+
+    def scratch_bytes(self, queries: int, keys: int) -> int:
+        """Return 0."""
+        del queries, keys
+        return 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the name; there are no settings."""
+        return {"name": self.name}
