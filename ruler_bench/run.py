@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ from backends.base import ConfigurationError, Generation, Request
 from ruler_bench import manifest, model_files
 from ruler_bench.config import Cell, NamedBackend
 from ruler_bench.errors import UsageError, one_line
+from ruler_bench.folders import cache_dir
 from ruler_bench.host import cannot_cancel, check_arm, checked_factory, described, settings_of_arm
 from ruler_bench.journal import Journal, by_arm, prompt_hash
 from ruler_bench.leak.arms import (
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ruler_bench.leak.diagnose import Row
     from ruler_bench.leak.verdict import Verdict
 
-__all__ = ["cache_dir", "described", "output_text", "run_cell"]
+__all__ = ["described", "output_text", "run_cell"]
 
 OK, SAMPLE_ERRORS, INTERRUPTED = 0, 1, 130
 CANCEL_SECONDS = 0.05
@@ -415,15 +415,6 @@ def check_tokens(bench: Bench) -> None:
             f"the model {bench.cell.model}, which has {positions} positions "
             "(max_position_embeddings); use a smaller length."
         )
-
-
-def cache_dir() -> Path:
-    """Return where prepared data are kept: RULER_BENCH_CACHE, else the user's cache folder."""
-    named = os.environ.get("RULER_BENCH_CACHE")
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ruler_bench"
 
 
 def run_stream(bench: Bench, stream: Stream) -> None:

@@ -11,6 +11,7 @@ from ruler_bench import manifest as manifests
 from ruler_bench import model_files
 from ruler_bench.config import MAX_THREADS, Cell, check_int, resolve_device
 from ruler_bench.errors import UsageError, one_line, unknown_name
+from ruler_bench.folders import cache_dir
 from ruler_bench.host import checked_factory, settings_of_arm
 from ruler_bench.journal import prompt_hash
 from ruler_bench.leak.arms import CANCEL, FILL, ONE_ENGINE, REFERENCES
@@ -31,7 +32,6 @@ from ruler_bench.questions import Questions
 from ruler_bench.records import Record, read_records
 from ruler_bench.run import (
     CANCEL_SECONDS,
-    cache_dir,
     data_spec,
     least_context_tokens,
     load_tokenizers,

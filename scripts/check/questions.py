@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ruler_bench.config import config_dir, task_spec
 from ruler_bench.errors import UsageError, unknown_name
-from ruler_bench.run import cache_dir
+from ruler_bench.folders import cache_dir
 from ruler_bench.tasks import DataSpec, Question, Sample, TaskSpec, load_questions
 from ruler_bench.tokenizer import Tokenizer, load_tokenizer
 

@@ -14,13 +14,14 @@ from omegaconf import OmegaConf, open_dict
 
 from ruler_bench.config import Cell, cells, config_dir, register_schemas
 from ruler_bench.errors import UsageError, one_line
+from ruler_bench.folders import cache_dir
 from ruler_bench.journal import prompt_hash, read_run
 from ruler_bench.leak.arms import REFERENCE
 from ruler_bench.leak.join import PERSISTENT, ArmFacts, arm_facts
 from ruler_bench.model_files import model_folder
 from ruler_bench.questions import Questions
 from ruler_bench.records import Record
-from ruler_bench.run import cache_dir, data_spec, load_tokenizers, planned, run_cell
+from ruler_bench.run import data_spec, load_tokenizers, planned, run_cell
 
 INTERRUPTED = 130
 
