@@ -17,11 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +29,13 @@ import torch  # noqa: E402
 
 from backends.base import ConfigurationError  # noqa: E402
 from backends.engine.attention import KERNELS, Kernel  # noqa: E402
-from backends.engine.settings import resolve_device, resolve_dtype  # noqa: E402
+from backends.engine.settings import resolve_dtype  # noqa: E402
 from ruler_bench.errors import UsageError, one_line, unknown_name  # noqa: E402
 from scripts.bench import ceilings, subjects  # noqa: E402
 from scripts.bench.ceilings import Bench  # noqa: E402
 from scripts.bench.journal import (  # noqa: E402
     TABLE,
     Journal,
-    Row,
     command_line,
     environment,
     gpu_state,
@@ -48,37 +43,28 @@ from scripts.bench.journal import (  # noqa: E402
     read_rows,
 )
 from scripts.bench.prompt import DESCRIPTION, prompt_maker  # noqa: E402
+from scripts.bench.rows import (  # noqa: E402
+    DONE,
+    DTYPES,
+    FAILED,
+    INTERRUPTED,
+    SUSTAINED_SECONDS,
+    WRONG,
+    Task,
+    find_device,
+    known_names,
+    prompt_lengths,
+    require_least,
+    run,
+    tell,
+)
 from scripts.bench.shapes import SHAPES, ChunkedSettings, RandomWeights, Shape  # noqa: E402
 from scripts.bench.subjects import CHUNKED, SUBJECTS, Plan  # noqa: E402
 from scripts.bench.table import render  # noqa: E402
-from scripts.bench.timing import Stopwatch, free_memory  # noqa: E402
+from scripts.bench.timing import Stopwatch  # noqa: E402
 
-DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 CEILINGS = ("copy", "memory", "gemm", "attention")
 NAMES = (*CEILINGS, *SUBJECTS)
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-SUSTAINED_SECONDS = {"cuda": 0.25, "cpu": 0.01}
-
-
-@dataclass(frozen=True)
-class Task:
-    """One row to measure.
-
-    Attributes:
-        key: names the row in its folder.
-        kind: "ceiling", or "prompt" for what continues a whole prompt.
-        name: of `NAMES`.
-        length: prompt tokens; None for a ceiling.
-        settings: what was measured, as plain values.
-        measure: returns the figures.
-    """
-
-    key: str
-    kind: str
-    name: str
-    length: int | None
-    settings: dict[str, Any]
-    measure: Callable[[], dict[str, Any]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.render is not None:
             print(write_table(options.render))
             return DONE
-        return measure(options, command_line(arguments))
+        return measure(options, command_line("bench_engine.py", arguments))
     except ConfigurationError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return WRONG
@@ -161,36 +147,6 @@ def measure(options: argparse.Namespace, command: str) -> int:
     return FAILED if failed else DONE
 
 
-def run(task: Task, journal: Journal, device: torch.device) -> bool:
-    """Measure one row and write it; returns whether it could be measured."""
-    row: Row = {
-        "key": task.key,
-        "kind": task.kind,
-        "name": task.name,
-        "length": task.length,
-        "settings": task.settings,
-        "error": None,
-    }
-    started = time.perf_counter()
-    try:
-        figures = task.measure()
-        journal.add(row | {"figures": figures, "wall_seconds": time.perf_counter() - started})
-    except Exception as error:  # whatever an engine raises, the other rows are worth having
-        journal.add_error(f"{task.key}\n{traceback.format_exc()}")
-        message = one_line(error).replace(f"{tempfile.gettempdir()}/", "")
-        row = row | {"figures": {}, "error": f"{type(error).__name__}: {message}"}
-        journal.add(row)
-    # Only now, with no traceback left that holds on to a failed row's tensors.
-    free_memory(device, collect=task.kind == "prompt")
-    tell(f"{task.key}: {row['error'] or 'measured'} ({time.perf_counter() - started:.1f} s)")
-    return row["error"] is None
-
-
-def tell(line: str) -> None:
-    """Print a line of progress."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def write_table(folder: Path) -> str:
     """Make table.md from the folder's rows, and return it.
 
@@ -226,55 +182,15 @@ def check_options(options: argparse.Namespace) -> tuple[Shape, list[int], tuple[
         ("chunk_tokens", 1), ("block_tokens", 1), ("gpu_blocks", 2), ("device_memory_gb", 0.001),
         ("host_memory_gb", 0.001),
     ):  # fmt: skip
-        value = getattr(options, option)
-        if value is not None and not value >= least:
-            raise UsageError(f"--{option.replace('_', '-')}={value}: must be at least {least}.")
+        require_least(option, getattr(options, option), least)
     if options.kernels is not None:
         known_names("--kernels", options.kernels, tuple(KERNELS))
-    lengths = sorted(_lengths(options.lengths, shape, options.new_tokens))
+    lengths = prompt_lengths(options.lengths, shape, options.new_tokens)
     if options.only is not None:
         names = known_names("--only", options.only, NAMES)
     else:
         names = NAMES if options.device_memory_gb is None else (*CEILINGS, CHUNKED)
     return shape, lengths, names
-
-
-def find_device(name: str) -> torch.device:
-    """Return the device of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    try:
-        return resolve_device(name)
-    except ConfigurationError as error:
-        raise UsageError(f"--{error} On a CPU --shape tiny shows what the script does.") from error
-
-
-def known_names(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Split a list of names; returns those of `allowed` that are in it, in the order of these.
-
-    Raises:
-        UsageError: one is unknown; names the nearest.
-    """
-    chosen = [name.strip() for name in text.split(",")]
-    for name in chosen:
-        if name not in allowed:
-            raise unknown_name(option, name, allowed)
-    return tuple(name for name in allowed if name in chosen)
-
-
-def _lengths(text: str | None, shape: Shape, new_tokens: int) -> set[int]:
-    longest = shape.max_tokens - new_tokens
-    lengths = set()
-    for word in text.split(",") if text is not None else map(str, shape.lengths):
-        if not word.strip().isdecimal() or not 1 <= int(word) <= longest:
-            raise UsageError(
-                f"--lengths={word.strip()}: must be a whole number from 1 to {longest}, which "
-                f"leaves room for {new_tokens} new tokens in the shape {shape.name}."
-            )
-        lengths.add(int(word))
-    return lengths
 
 
 # --- the rows -----------------------------------------------------------------------------------

@@ -192,10 +192,10 @@ def gpu_state(device: torch.device) -> dict[str, str]:
     return dict(zip(NVIDIA_SMI_FIELDS, values, strict=True))
 
 
-def command_line(arguments: list[str] | None) -> str:
+def command_line(script: str, arguments: list[str] | None) -> str:
     """Return the command as one would type it in the checkout; of a path only the last part."""
     words = sys.argv[1:] if arguments is None else arguments
-    return " ".join(["python", "scripts/bench_engine.py", *map(_without_path, words)])
+    return " ".join(["python", f"scripts/{script}", *map(_without_path, words)])
 
 
 def _without_path(word: str) -> str:

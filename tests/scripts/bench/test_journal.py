@@ -89,5 +89,7 @@ def test_another_format_is_named(tmp_path):
 
 
 def test_commands_show_no_paths():
-    shown = command_line(["--out", "/home/somebody/table", "--render=/home/x/y", "--only", "copy"])
+    shown = command_line(
+        "bench_engine.py", ["--out", "/home/somebody/table", "--render=/home/x/y", "--only", "copy"]
+    )
     assert shown == "python scripts/bench_engine.py --out table --render=y --only copy"
