@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length"]
 
-HARNESS_ARGUMENTS = ("model_path", "device", "threads", "max_model_len", "dtype")
+HARNESS_ARGUMENTS = ("model_path", "device", "threads", "max_model_len", "dtype", "run_folder")
 """Constructor arguments that the harness knows and passes where a signature names them.
 
 model_path: folder or hub name of the model, as text.
@@ -36,6 +36,18 @@ device: "cpu", "cuda" or "cuda:N"; never "auto", the harness has resolved it.
 threads: CPU threads for one engine.
 max_model_len: tokens of prompt and generation that one request may take.
 dtype: "auto", "float32", "bfloat16" or "float16".
+run_folder: folder of the run, for what an engine writes beside its answers, such as a log.
+"""
+
+OUTLIVES_CLOSE = "outlives_close"
+"""Key of `describe()`: true where `close()` leaves the engine as it is, like a server that others
+manage. Such a backend has a static method `why_not_fresh`, which takes the constructor's arguments
+and returns why nobody can start a new engine, or None where the arguments allow it.
+"""
+
+CONCURRENCY = "concurrency"
+"""Attribute of a backend whose `generate` may be called from so many threads at a time, and of
+which a run of one arm makes use. Without it, requests come one after the other.
 """
 
 
@@ -82,6 +94,8 @@ class Generation:
             not computed again.
         copy_hidden_share: of the time that KV copies took on the device, the share during which a
             kernel ran, too; known where the request was traced.
+        retries: how often the request was sent again, to a server that refused it or did not
+            answer.
     """
 
     token_ids: tuple[int, ...] | None = None
@@ -99,6 +113,7 @@ class Generation:
     density: float | None = None
     reused_tokens: int | None = None
     copy_hidden_share: float | None = None
+    retries: int | None = None
 
 
 @runtime_checkable
@@ -144,6 +159,10 @@ class OutOfMemory(RequestError):  # noqa: N818
 
 class RequestCancelled(RequestError):  # noqa: N818
     """Somebody ended the request before it was done; the engine has released it."""
+
+
+class EngineDied(RequestError):  # noqa: N818
+    """The engine is gone and takes no further request; the harness starts another."""
 
 
 class NonFiniteLogits(RequestError):  # noqa: N818

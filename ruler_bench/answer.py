@@ -33,6 +33,7 @@ def checked_generation(found: object) -> Generation:
         kernel=_optional("kernel", found.kernel, _text),
         prompt_tokens=_optional("prompt_tokens", found.prompt_tokens, _count),
         reused_tokens=_optional("reused_tokens", found.reused_tokens, _count),
+        retries=_optional("retries", found.retries, _count),
         bytes_up=_optional("bytes_up", found.bytes_up, _count),
         bytes_down=_optional("bytes_down", found.bytes_down, _count),
         peak_device_bytes=_optional("peak_device_bytes", found.peak_device_bytes, _count),

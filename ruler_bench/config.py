@@ -268,8 +268,11 @@ _SECRET_KEY = re.compile(r"api_?key|secret|password|passphrase|credential|bearer
 
 
 def is_secret_key(key: str) -> bool:
-    """Tell whether a setting's name says that its value must not be written down."""
-    return bool(_SECRET_KEY.search(key))
+    """Tell whether a setting's name says that its value must not be written down.
+
+    What ends in _env names an environment variable, and not what it holds.
+    """
+    return bool(_SECRET_KEY.search(key)) and not key.endswith("_env")
 
 
 def shareable(value: Any) -> Any:

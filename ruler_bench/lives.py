@@ -26,7 +26,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from backends.base import Backend, ConfigurationError, Generation, Request, RequestError
+from backends.base import (
+    Backend,
+    ConfigurationError,
+    EngineDied,
+    Generation,
+    Request,
+    RequestError,
+)
 from ruler_bench.answer import checked_generation
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.host import described, start_backend
@@ -42,7 +49,7 @@ MODELS_PRELOADED = (
     *(f"transformers.models.{one}.configuration_{one}" for one in ("qwen2", "qwen3")),
 )
 """What the fork server imports; nothing here starts a thread or touches a GPU when imported."""
-WITHOUT_MODEL = ("backends.oracle",)
+WITHOUT_MODEL = ("backends.oracle", "backends.openai_server")
 CLOSE_SECONDS = 60
 SHOWN_LINES = 20
 
@@ -155,7 +162,8 @@ class LocalLife:
 
 def _failure(error: BaseException) -> Failure:
     text = "" if isinstance(error, RequestError) else _formatted(error)
-    return Failure(f"{type(error).__name__}: {one_line(error)}", text)
+    is_over = isinstance(error, EngineDied)
+    return Failure(f"{type(error).__name__}: {one_line(error)}", text, is_over)
 
 
 def _formatted(error: BaseException) -> str:

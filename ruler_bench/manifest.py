@@ -22,6 +22,8 @@ from ruler_bench.leak.arms import arms_of
 FORMAT_VERSION = 1
 MANIFEST, RECORDS, LOCK = "manifest.json", "records.jsonl", ".lock"
 PART, ERROR_LOG = "manifest.json.part", "errors.log"
+SERVERS = "servers"
+"""Folder of what servers printed that a backend started."""
 REPORTED_PACKAGES = (
     "ruler-bench",
     "torch",
@@ -217,7 +219,7 @@ def _check_files(folder: Path) -> None:
             raise UsageError(f"{path} is no ordinary file: choose another folder with out=DIR.")
     if (folder / MANIFEST).exists() or (folder / RECORDS).exists():
         return
-    others = {one.name for one in folder.iterdir()} - {LOCK, ERROR_LOG, PART}
+    others = {one.name for one in folder.iterdir()} - {LOCK, ERROR_LOG, PART, SERVERS}
     if others:
         raise UsageError(
             f"out={folder}: holds files that no run wrote ({min(others)}); choose an empty or new "

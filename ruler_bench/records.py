@@ -50,6 +50,7 @@ class Record:
         copy_hidden_share: share of the KV copies' time on the device during which a kernel ran,
             too; of a traced request.
         reused_tokens: prompt tokens whose keys and values an earlier request had left.
+        retries: how often the request was sent to a server again.
     """
 
     arm: str
@@ -82,6 +83,7 @@ class Record:
     density: float | None = None
     copy_hidden_share: float | None = None
     reused_tokens: int | None = None
+    retries: int | None = None
 
 
 def to_line(record: Record) -> str:

@@ -120,6 +120,7 @@ def harness_arguments(cell: Cell, model: Path, context_tokens: int) -> dict[str,
         "threads": cell.threads,
         "max_model_len": context_tokens,
         "dtype": "auto",
+        "run_folder": str(cell.folder),
     }
 
 
@@ -778,6 +779,7 @@ def record_of(bench: Bench, step: Step, reply: Reply, place: dict[str, Any]) -> 
         density=generation.density,
         copy_hidden_share=generation.copy_hidden_share,
         reused_tokens=generation.reused_tokens,
+        retries=generation.retries,
     )
 
 

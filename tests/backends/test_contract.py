@@ -21,6 +21,10 @@ NAMES = sorted(
 )
 LENGTH = 1024
 MODELS = [name for name in NAMES if name != "oracle"]
+TELL_TOKENS = [name for name in MODELS if name != "openai"]
+SERVER = Path(__file__).parent.parent / "servers" / "faulty.py"
+NEEDED = {"openai": [f"backend.serve.command=[{sys.executable},{SERVER},--port,'{{port}}']"]}
+"""What a backend cannot do without."""
 
 
 def compose(*overrides):
@@ -41,6 +45,7 @@ def samples():
 
 
 def start(name, length=LENGTH, *overrides):
+    overrides = (*NEEDED.get(name, ()), *overrides)
     settings = OmegaConf.to_container(compose(f"backend={name}", *overrides).backend, resolve=True)
     harness = {
         "model_path": str(model_folder("package:probe")),
@@ -143,7 +148,7 @@ def answers_of(name, samples, *overrides):
 
 
 def test_all_engines_give_the_same_tokens_and_ours_the_same_bits(samples):
-    answers = {name: answers_of(name, samples) for name in MODELS}
+    answers = {name: answers_of(name, samples) for name in TELL_TOKENS}
     tokens = {name: [one.token_ids for one in found] for name, found in answers.items()}
     assert {"gpu_only", "hf", "offload", "offload_layerwise"} <= set(tokens)
     for name, found in tokens.items():
