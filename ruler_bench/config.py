@@ -188,8 +188,8 @@ class Cell:
         references: backends of the arm reference, the first that can load the model is used.
         fresh: how the arms with an engine for each request are run.
         workers: how many of these engines are alive at a time.
-        timeout_seconds: how long an engine in a process of its own may take to start, or for one
-            request.
+        timeout_seconds: how long an engine in a process of its own may take to start, for one
+            request, or to close.
         stop_on: None, or "leak": stop when two arms contradict each other.
         max_unstable: share of the samples that may be unstable before the exit status says so.
         note: what is said with the table.

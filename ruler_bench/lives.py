@@ -52,6 +52,8 @@ MODELS_PRELOADED = (
 WITHOUT_MODEL = ("backends.oracle", "backends.openai_server")
 CLOSE_SECONDS = 60
 SHOWN_LINES = 20
+INTERRUPT_SECONDS = 5
+"""How long an engine may take to close when the run is interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,12 @@ class Life(Protocol):
         """End a process at once, whatever it does; an engine in this process is left to close."""
         ...
 
+    def interrupt(self) -> None:
+        """Have the engine closed in the middle of a request, and end its process in seconds."""
+        ...
+
     def printed(self) -> list[str]:
-        """Return the lines that a process of its own printed so far, which nobody has seen."""
+        """Return the lines that a process of its own printed since the last call."""
         ...
 
 
@@ -153,6 +159,9 @@ class LocalLife:
         return None if backend is None else _close(backend)
 
     def end(self) -> None:
+        """Do nothing; see `Life`."""
+
+    def interrupt(self) -> None:
         """Do nothing; see `Life`."""
 
     def printed(self) -> list[str]:
@@ -242,7 +251,7 @@ class ProcessLife:
             settings: of the backend, `_target_` included.
             harness: see `ruler_bench.host.start_backend`.
             start: "forkserver" or "spawn".
-            timeout_seconds: for the start, and for each request; None waits for ever.
+            timeout_seconds: for the start, for each request and for the end; None waits for ever.
 
         Raises:
             ConfigurationError: a setting is wrong.
@@ -252,6 +261,7 @@ class ProcessLife:
         self._output = tempfile.NamedTemporaryFile(  # noqa: SIM115 (lives as long as the process)
             mode="r", prefix="ruler_bench_", suffix=".log", errors="replace"
         )
+        self._half_line = ""
         context = _context(start, settings)
         self._connection, theirs = context.Pipe()
         self._process: BaseProcess | None = context.Process(
@@ -313,15 +323,17 @@ class ProcessLife:
 
     def _last_printed(self) -> str:
         """Return the last lines that the process printed, for errors.log."""
-        lines = self.printed()
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = Path(self._output.name).read_text(errors="replace").splitlines()
         return "\n".join(["What the process printed last:", *lines[-SHOWN_LINES:]])
 
     def printed(self) -> list[str]:
-        """Return the lines that the engine's process printed so far."""
-        try:
-            return Path(self._output.name).read_text(errors="replace").splitlines()
-        except OSError:
-            return []
+        """Return the lines that the engine's process printed since the last call; see `Life`."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+            *lines, self._half_line = (self._half_line + self._output.read()).split("\n")
+            return lines
+        return []
 
     def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
         """Ask one request; see `Life`."""
@@ -341,13 +353,27 @@ class ProcessLife:
         failure: Failure | None = None
         with contextlib.suppress(OSError, EOFError):
             self._connection.send(None)
-            if self._connection.poll(CLOSE_SECONDS):
+            if self._connection.poll(self._timeout_seconds):
                 failure = self._connection.recv()
             else:
-                failure = Failure(f"EngineHung: close() took more than {CLOSE_SECONDS} s")
-        process.join(CLOSE_SECONDS if failure is None else 1)
+                failure = Failure(
+                    "EngineHung: close() took more than timeout_seconds="
+                    f"{self._timeout_seconds:g}; the engine's process was ended"
+                )
+        # What an engine left to run at exit has the same time.
+        process.join(self._timeout_seconds if failure is None else 1)
         self.end()
         return failure
+
+    def interrupt(self) -> None:
+        """Have the engine closed, whatever it does, and end its process; see `Life`."""
+        process = self._process
+        try:
+            if process is not None:
+                process.terminate()
+                process.join(INTERRUPT_SECONDS)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """End the process at once, whatever it does."""
@@ -439,6 +465,24 @@ def _serve(
         connection.send(_told(error))
         return
     connection.send(ready)
+    try:
+        signal.signal(signal.SIGTERM, _interrupted)
+        _answer(connection, backend)
+    except KeyboardInterrupt:
+        _close(backend)
+
+
+def _interrupted(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; the harness kills what hangs
+    raise KeyboardInterrupt
+
+
+def _answer(connection: Connection, backend: Backend) -> None:
+    """Answer requests until None comes.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted.
+    """
     while True:
         message = connection.recv()
         if message is None:
@@ -447,7 +491,7 @@ def _serve(
         request, cancel_after_seconds = message
         try:
             reply: Any = _ask(backend, request, cancel_after_seconds)
-        except BaseException as error:
+        except ConfigurationError as error:
             reply = _told(error)
         connection.send(reply)
 

@@ -28,7 +28,6 @@ from ruler_bench.leak.arms import (
     ONE_ENGINE,
     REFERENCES,
     Arm,
-    kind_of,
     variant_of,
 )
 from ruler_bench.leak.join import arm_facts
@@ -604,12 +603,15 @@ def one_life(
         predecessor: int | None = None
         for position, step in enumerate(steps):
             reply = ask(bench, life, step)
+            if not stream.kind.is_fresh:
+                for line in life.printed():
+                    print(line, file=sys.stderr)
             yield Answered(step, position, predecessor, reply)
             if isinstance(reply.answer, Failure) and reply.answer.is_over:
                 return
             predecessor = step.ordinal
     except KeyboardInterrupt:
-        life.end()
+        life.interrupt()
         raise
     finally:
         close_life(bench, life)
@@ -627,7 +629,7 @@ def start_life(bench: Bench, stream: Stream) -> Life:
     settings = settings_of_arm(stream.arm, bench.cell.backend_settings)
     if records_steps(stream.arm):
         settings |= {"checkpoint": str(recordings(bench) / stream.arm)}
-    life = start_one(bench, stream.arm, settings)
+    life = start_one(bench, settings)
     if "cancel" in bench.cell.arms and not life.can_cancel:
         life.close()
         raise cannot_cancel(bench.cell.backend_settings["_target_"])
@@ -639,7 +641,7 @@ def start_reference(bench: Bench, arm: str) -> Life:
     while True:
         chosen = bench.references[0]
         try:
-            return start_one(bench, arm, chosen.settings)
+            return start_one(bench, chosen.settings)
         except (ConfigurationError, StartFailed) as error:
             if len(bench.references) == 1:
                 raise
@@ -651,15 +653,15 @@ def start_reference(bench: Bench, arm: str) -> Life:
             del bench.references[0]
 
 
-def start_one(bench: Bench, arm: str, settings: Mapping[str, Any]) -> Life:
-    """Build one engine, in a process of its own where its arm asks for that.
+def start_one(bench: Bench, settings: Mapping[str, Any]) -> Life:
+    """Build one engine, in a process of its own unless fresh=inprocess was asked for.
 
-    One arm with one engine alone needs none. Of several arms each starts from nothing: what the
-    engine of one leaves in its process must not reach the next.
+    What an engine leaves in its process must not reach the next one, and one that dies or hangs
+    must not take the run with it.
     """
     cell, harness = bench.cell, bench.harness_arguments()
     start = cell.fresh.start
-    if start is None or (len(cell.arms) == 1 and not kind_of(arm).is_fresh):
+    if start is None:
         return LocalLife(settings, harness)
     return ProcessLife(settings, harness, start, cell.timeout_seconds)
 

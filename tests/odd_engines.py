@@ -114,3 +114,35 @@ class Telling(Plain):
         told = f"{request.max_new_tokens} {len(request.stop_token_ids)}"
         ids = tuple(request.prompt_token_ids)
         return Generation(text=told, token_ids=ids, finish_reason="stop")
+
+
+class Slow(Plain):
+    """Takes its time to answer, prints that it does, and leaves a file when it is closed."""
+
+    def __init__(self, *, mark: str = "", seconds: float = 0.0, close_seconds: float = 0.0) -> None:
+        super().__init__()
+        self.mark, self.seconds, self.close_seconds = mark, seconds, close_seconds
+
+    def generate(self, request):
+        print(f"asked {request.request_id}", flush=True)
+        time.sleep(self.seconds)
+        return super().generate(request)
+
+    def close(self):
+        time.sleep(self.close_seconds)
+        if self.mark:
+            with open(self.mark, "w"):  # noqa: PTH123
+                pass
+
+
+class Exiting(Plain):
+    """Ends its process at one request, without a word."""
+
+    def __init__(self, *, at: int, status: int = 0) -> None:
+        super().__init__()
+        self.at, self.status = at, status
+
+    def generate(self, request):
+        if request.request_id == self.at:
+            os._exit(self.status)
+        return super().generate(request)

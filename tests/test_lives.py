@@ -189,3 +189,28 @@ def test_what_an_engine_prints_is_kept(capfd):
     assert life.printed() == []
     life.close()
     assert capfd.readouterr().err == ""
+
+
+def test_what_an_engine_prints_is_told_once():
+    life = start("Slow")
+    assert [life.ask(request(one)).answer.text for one in (3, 4)] == [" 1234567"] * 2
+    assert life.printed() == ["asked 3", "asked 4"]
+    assert life.printed() == []
+    life.close()
+
+
+def test_an_engine_is_given_its_timeout_to_close_and_no_more():
+    life = start("Slow", timeout_seconds=1, close_seconds=30)
+    failure = life.close()
+    assert failure.message.startswith("EngineHung: close() took more than timeout_seconds=1;")
+
+
+def test_an_interrupt_in_the_middle_of_a_request_closes_the_engine(tmp_path):
+    life = start("Slow", mark=str(tmp_path / "closed"), seconds=30)
+    asking = threading.Thread(target=life.ask, args=(request(),))
+    asking.start()
+    while not life.printed():
+        time.sleep(0.01)
+    life.interrupt()
+    asking.join()
+    assert (tmp_path / "closed").exists()

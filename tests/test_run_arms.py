@@ -140,6 +140,27 @@ def test_one_engine_that_dies_is_followed_by_another(cli, workdir):
     assert rows(workdir / "here")[1]["error"].startswith("EngineDied:")
 
 
+def test_an_engine_that_ends_its_process_is_an_error_of_one_sample(cli, workdir):
+    finished = cli(*odd("Exiting", "at=1"), "num_samples=3")
+    assert finished.status == 1, finished.err
+    found = rows(workdir / "here")
+    assert [row["error"] for row in found if row["ordinal"] != 1] == [None, None]
+    assert found[1]["error"] == (
+        "EngineDied: the engine's process ended during this request (exit status 0)"
+    )
+    assert "1 errors in the engine" in finished.out
+
+
+def test_an_engine_alone_that_hangs_is_ended(cli, workdir):
+    finished = cli(*odd("Fragile", "hang=1"), "num_samples=3", "timeout_seconds=1")
+    assert finished.status == 1, finished.err
+    assert rows(workdir / "here")[1]["error"].startswith("EngineHung: this request took more")
+
+
+def test_what_an_engine_prints_is_shown(cli):
+    assert "asked 1" in cli(*odd("Slow"), "num_samples=2").err.splitlines()
+
+
 def test_a_port_that_the_last_life_still_holds_is_said(cli, workdir):
     import socket
 
