@@ -277,9 +277,31 @@ def check_arm(arm: str, settings: dict[str, Any]) -> None:
     """
     settings_of_arm(arm, settings)
     factory = checked_factory(settings)
+    if kind_of(arm).is_fresh:
+        check_fresh_engines(f"arm {arm}", settings)
     can_cancel = not inspect.isclass(factory) or callable(getattr(factory, "cancel", None))
     if CANCEL in kind_of(arm).actions and not can_cancel:
         raise cannot_cancel(str(settings[TARGET]))
+
+
+def check_fresh_engines(what: str, settings: dict[str, Any]) -> None:
+    """Refuse what needs new engines where nobody can start one (backends.base.OUTLIVES_CLOSE).
+
+    Args:
+        what: what needs them, for the message.
+        settings: of the backend.
+
+    Raises:
+        UsageError: says why there are none, and what is left open without them.
+    """
+    why = getattr(checked_factory(settings), "why_not_fresh", None)
+    reason = None if why is None else why(**{k: v for k, v in settings.items() if k != TARGET})
+    if reason is not None:
+        raise UsageError(
+            f"{what}: {reason}. Without fresh engines a leak shows only where an answer prints "
+            "another's whole answer: leave them out, for instance "
+            "arms=[persistent,persistent_again,shuffled,reference]."
+        )
 
 
 def cannot_cancel(target: str) -> UsageError:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -37,6 +37,7 @@ from backends.base import (
 from ruler_bench.answer import checked_generation
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.host import described, start_backend
+from ruler_bench.overlap import concurrency_of, in_flight
 
 LEAST_PRELOADED = ("ruler_bench.lives",)
 MODELS_PRELOADED = (
@@ -84,6 +85,10 @@ class Reply:
     seconds: float | None = None
 
 
+Several = Generator[tuple[int, Reply], None, None]
+"""Place and reply of each of several requests, as they come."""
+
+
 class StartFailed(RuntimeError):  # noqa: N818 (what happened)
     """An engine could not be built for another reason than a setting."""
 
@@ -99,12 +104,22 @@ class Life(Protocol):
     """As its `describe()` says."""
     can_cancel: bool
     """Whether it has a method `cancel(request_id)`."""
+    concurrency: int
+    """How many requests it may be asked at a time."""
 
     def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
         """Ask one request, and cancel it after a while where that is asked for.
 
         Raises:
             ConfigurationError: a setting cannot be honoured; it would fail every request.
+        """
+        ...
+
+    def ask_several(self, requests: Sequence[Request]) -> Several:
+        """Ask requests, `concurrency` of them at a time; yield place and reply as they come.
+
+        Raises:
+            ConfigurationError: see `ask`.
         """
         ...
 
@@ -146,12 +161,17 @@ class LocalLife:
             self.close()
             raise StartFailed(_failure(error)) from error
         self.can_cancel = callable(getattr(self._backend, "cancel", None))
+        self.concurrency = concurrency_of(self._backend)
 
     def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
         """Ask one request; see `Life`."""
         if self._backend is None:
             raise AssertionError("the engine is closed")
         return _ask(self._backend, request, cancel_after_seconds)
+
+    def ask_several(self, requests: Sequence[Request]) -> Several:
+        """Ask several requests at a time; see `Life`."""
+        return in_flight(self.ask, requests, self.concurrency)
 
     def close(self) -> Failure | None:
         """End the engine; see `Life`."""
@@ -233,6 +253,7 @@ class _Refused:
 class _Ready:
     settings: dict[str, Any]
     can_cancel: bool
+    concurrency: int
 
 
 class ProcessLife:
@@ -296,6 +317,7 @@ class ProcessLife:
             raise StartFailed(found)
         self.settings: dict[str, Any] = found.settings
         self.can_cancel: bool = found.can_cancel
+        self.concurrency: int = found.concurrency
 
     def _receive(self, what: str) -> Any:
         """Return the process's next message, or a Failure where it died or took too long."""
@@ -343,6 +365,25 @@ class ProcessLife:
         if isinstance(found, _Refused):
             raise found.error()
         return Reply(found) if isinstance(found, Failure) else found
+
+    def ask_several(self, requests: Sequence[Request]) -> Several:
+        """Ask several requests at a time; see `Life`. Whoever stops early ends the process."""
+        left = set(range(len(requests)))
+        with contextlib.suppress(OSError):  # it died: receiving says how
+            self._connection.send(list(requests))
+        try:
+            while left:
+                found = self._receive("these requests")
+                if isinstance(found, _Refused):
+                    raise found.error()
+                place, reply = (min(left), Reply(found)) if isinstance(found, Failure) else found
+                left.discard(place)
+                yield place, reply
+                if self._process is None:
+                    return
+        finally:
+            if left:
+                self.end()
 
     def close(self) -> Failure | None:
         """End the engine and its process; see `Life`."""
@@ -460,7 +501,8 @@ def _serve(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         backend = start_backend(settings, harness)
-        ready = _Ready(described(backend), callable(getattr(backend, "cancel", None)))
+        can_cancel = callable(getattr(backend, "cancel", None))
+        ready = _Ready(described(backend), can_cancel, concurrency_of(backend))
     except BaseException as error:
         connection.send(_told(error))
         return
@@ -488,12 +530,30 @@ def _answer(connection: Connection, backend: Backend) -> None:
         if message is None:
             connection.send(_close(backend))
             return
+        if isinstance(message, list):
+            _answer_several(connection, backend, message)
+            continue
         request, cancel_after_seconds = message
         try:
             reply: Any = _ask(backend, request, cancel_after_seconds)
         except ConfigurationError as error:
             reply = _told(error)
         connection.send(reply)
+
+
+def _answer_several(
+    connection: Connection, backend: Backend, requests: Sequence[Request]
+) -> None:
+    """Send place and reply of each request as it is answered."""
+
+    def ask(request: Request) -> Reply:
+        return _ask(backend, request, None)
+
+    try:
+        for found in in_flight(ask, requests, concurrency_of(backend)):
+            connection.send(found)
+    except ConfigurationError as error:
+        connection.send(_told(error))
 
 
 def _told(error: BaseException) -> _Refused | Failure:

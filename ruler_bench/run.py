@@ -40,6 +40,7 @@ from ruler_bench.lives import (
     StartFailed,
     kill_processes,
 )
+from ruler_bench.overlap import check_overlap, may_overlap
 from ruler_bench.progress import Progress
 from ruler_bench.questions import Asked, Questions
 from ruler_bench.records import Record, RecordingError
@@ -600,6 +601,9 @@ def one_life(
         return
     try:
         yield Started(life, time.perf_counter() - started)
+        if may_overlap(life.concurrency, steps):
+            yield from overlapping(bench, life, steps)
+            return
         predecessor: int | None = None
         for position, step in enumerate(steps):
             reply = ask(bench, life, step)
@@ -615,6 +619,23 @@ def one_life(
         raise
     finally:
         close_life(bench, life)
+
+
+def overlapping(bench: Bench, life: Life, steps: Sequence[Step]) -> Iterator[Event]:
+    """Yield answers as they come, of as many requests at a time as the engine takes.
+
+    Positions are the order in which they were sent. Where the engine is gone, one request is the
+    error, and the others that were in flight are asked again, of the next.
+    """
+    is_over = False
+    with closing(life.ask_several([request_of(bench, life, one) for one in steps])) as replies:
+        for place, reply in replies:
+            if isinstance(reply.answer, Failure) and reply.answer.is_over:
+                if is_over:
+                    continue
+                is_over = True
+            predecessor = steps[place - 1].ordinal if place else None
+            yield Answered(steps[place], place, predecessor, reply)
 
 
 def start_life(bench: Bench, stream: Stream) -> Life:
@@ -633,6 +654,11 @@ def start_life(bench: Bench, stream: Stream) -> Life:
     if "cancel" in bench.cell.arms and not life.can_cancel:
         life.close()
         raise cannot_cancel(bench.cell.backend_settings["_target_"])
+    try:
+        check_overlap(life.concurrency, stream.arm, bench.cell.arms)
+    except UsageError:
+        life.close()
+        raise
     return life
 
 
@@ -701,6 +727,14 @@ def close_life(bench: Bench, life: Life) -> None:
 
 def ask(bench: Bench, life: Life, step: Step) -> Reply:
     """Ask one request."""
+    request = request_of(bench, life, step)
+    if step.action == CANCEL:
+        return life.ask(request, cancel_after_seconds=half_way(bench))
+    return life.ask(request)
+
+
+def request_of(bench: Bench, life: Life, step: Step) -> Request:
+    """Return the request of a step."""
     question = bench.questions.asked(step).question
     request = Request(
         # Not the position: what an engine keeps under it must mean the same after a resume.
@@ -716,9 +750,7 @@ def ask(bench: Bench, life: Life, step: Step) -> Reply:
             context = bench.context_tokens
         room = context - len(request.prompt_token_ids)
         request = replace(request, max_new_tokens=room, stop_token_ids=())
-    if step.action == CANCEL:
-        return life.ask(request, cancel_after_seconds=half_way(bench))
-    return life.ask(request)
+    return request
 
 
 def half_way(bench: Bench) -> float:

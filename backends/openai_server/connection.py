@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import ssl
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -67,6 +68,7 @@ class Connection:
         verify: ssl.SSLContext | bool,
         policy: Policy,
         request_seconds: float,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make a client; nothing is sent yet.
 
@@ -76,7 +78,9 @@ class Connection:
             verify: how certificates are checked.
             policy: when to ask again.
             request_seconds: the most that one try may take.
+            is_gone: whether the server has ended, so that no retry would help.
         """
+        self._is_gone = is_gone
         self.url = url
         self._key = key
         self._policy = policy
@@ -168,12 +172,16 @@ class Connection:
                 again = error
             if retry == self._policy.retries or not self._may_retry(again.error):
                 break
-            await asyncio.sleep(self._policy.wait_seconds(retry, again.asked_seconds))
+            wait_seconds = self._policy.wait_seconds(retry, again.asked_seconds)
+            print(f"{again.error}; asks again in {wait_seconds:.3g} s", file=sys.stderr)
+            await asyncio.sleep(wait_seconds)
         tried = f" ({retry + 1} tries)" if retry else ""
         raise type(again.error)(f"{again.error}{tried}")
 
     def _may_retry(self, error: RequestError) -> bool:
         """Tell whether waiting may help: an address where nothing ever answered is a wrong one."""
+        if self._is_gone():
+            return False
         return self._has_answered or not isinstance(error, Unreachable)
 
     # --- one try --------------------------------------------------------------------------------
@@ -242,7 +250,7 @@ class Connection:
         raise self._refusal(response, text)
 
     def _lost(self, error: httpx.TransportError) -> RequestError:
-        reason = shown(self._key.masked(str(error))) or type(error).__name__
+        reason = shown(self._key.masked(_innermost(error)))
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return Unreachable(f"nothing answers at {self.url} ({reason})")
         return RequestError(f"{self.url} broke the connection off ({reason})")
@@ -348,6 +356,16 @@ class Connection:
         if _media_type(response) == STREAM:
             return ""
         return await self._whole(response, MAX_ERROR_BYTES, may_cut=True)
+
+
+def _innermost(error: BaseException) -> str:
+    """Return what the system said, which the client wraps in words of its own."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, OSError) and chain.strerror:
+            return chain.strerror
+        chain = chain.__cause__ or chain.__context__
+    return str(error) or type(error).__name__
 
 
 def _media_type(response: httpx.Response) -> str:

@@ -116,7 +116,7 @@ class OpenAIServer:
         try:
             address = self._start(model_path, run_folder)
             self._connection = connection = Connection(
-                address, self._key, context, self._policy, self._request_seconds
+                address, self._key, context, self._policy, self._request_seconds, self._is_gone
             )
             self._wait_until_ready(connection)
             self._offer = self._learn(connection, trial, model)
@@ -167,6 +167,9 @@ class OpenAIServer:
                 lambda: self._wait(connection.is_healthy(health)),
                 self._serve.startup_seconds,
             )
+
+    def _is_gone(self) -> bool:
+        return self._server is not None and self._server.ending() is not None
 
     def _learn(self, connection: Connection, trial: Trial, model: str | None) -> Offer:
         """Return what the server offers and takes."""

@@ -59,8 +59,9 @@ KINDS: dict[str, Kind] = {
 SWEPT_SETTINGS: dict[str, tuple[str, ...]] = {
     "slots": ("num_gpu_blocks", "num_kv_buffers"),
     "chunks": ("chunk_tokens",),
+    "concurrent": ("concurrency",),
 }
-"""Of slots_<n> and chunks_<n>: the backend setting that is <n>, the first that a backend has."""
+"""Of slots_<n> and so on: the backend setting that is <n>, the first that a backend has."""
 
 REFERENCE = "reference"
 REFERENCES = (REFERENCE, "reference_again")

@@ -12,7 +12,7 @@ from ruler_bench import model_files
 from ruler_bench.config import MAX_THREADS, Cell, check_int, resolve_device
 from ruler_bench.errors import UsageError, one_line, unknown_name
 from ruler_bench.folders import cache_dir
-from ruler_bench.host import checked_factory, settings_of_arm
+from ruler_bench.host import check_fresh_engines, checked_factory, settings_of_arm
 from ruler_bench.journal import prompt_hash
 from ruler_bench.leak.arms import CANCEL, FILL, ONE_ENGINE, REFERENCES
 from ruler_bench.leak.differences import difference
@@ -248,6 +248,7 @@ def check_engine(engine: Engine) -> None:
     if secret is not None:
         raise UsageError(f"backend.{secret}: was not written down; add backend.{secret}=VALUE.")
     checked_factory(engine.settings)
+    check_fresh_engines("minimise", engine.settings)
     resolve_device(engine.device)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backends.base import OUTLIVES_CLOSE
 from ruler_bench.leak.arms import Arm
 from ruler_bench.leak.case import BITS, Case
 from ruler_bench.leak.classes import (
@@ -258,6 +259,13 @@ def _notes(case: Case, max_unstable: float, shaky: int) -> list[str]:
             )
         if not case.facts(name).order_known:
             notes.append(f"{name}: the order in which the requests were served is not known.")
+    managed = [name for name in names if case.facts(name).arm.settings.get(OUTLIVES_CLOSE)]
+    if managed:
+        notes.append(
+            f"{', '.join(sorted(managed))}: the server is managed by others. It may have served "
+            "others before, and what one arm leaves there the next one meets: these arms show no "
+            "engine's whole life, and none of them is fresh."
+        )
     for floor in (case.floor, case.noise_floor if case.unstable else None):
         if floor is not None:
             notes.append(floor.sentence())
