@@ -89,7 +89,12 @@ class Generation:
         bytes_up, bytes_down: KV bytes copied to the device and from it.
         peak_device_bytes: peak device memory; on a CPU the cache's own device-side buffers.
         kernel: the attention kernel that ran.
-        density: share of the causal key blocks computed, for sparse prefill.
+        density: share of the causal key blocks computed, for sparse prefill, over heads, layers
+            and chunks.
+        dense_share: share of layers and chunks of a sparse prefill that went through dense
+            attention, because so little would have been left out.
+        estimation_seconds, attention_seconds: of sparse prefill, what the choice of blocks took,
+            and attention.
         reused_tokens: prompt tokens whose keys and values were kept from an earlier request, and
             not computed again.
         copy_hidden_share: of the time that KV copies took on the device, the share during which a
@@ -111,6 +116,9 @@ class Generation:
     peak_device_bytes: int | None = None
     kernel: str | None = None
     density: float | None = None
+    dense_share: float | None = None
+    estimation_seconds: float | None = None
+    attention_seconds: float | None = None
     reused_tokens: int | None = None
     copy_hidden_share: float | None = None
     retries: int | None = None

@@ -1,7 +1,8 @@
-"""The project's own engine: exact attention with the KV cache on the device or in CPU memory.
+"""The project's own engine, with the KV cache on the device or in CPU memory.
 
-Three presets of one class: `gpu_only`, `offload` and `offload_layerwise`. Every setting is a
-keyword argument. A preset's `memory_plan` takes the same arguments and returns the lines of the
+Presets of one class: `gpu_only`, `offload` and `offload_layerwise`, all with exact attention unless
+a sparse policy is chosen; `xattn` and `minference`, which are `gpu_only` with one. Every setting is
+a keyword argument. A preset's `memory_plan` takes the same arguments and returns the lines of the
 memory plan, without loading or allocating anything.
 """
 
@@ -14,11 +15,11 @@ import torch
 
 from backends.base import ConfigurationError
 from backends.engine.engine import Engine
-from backends.engine.policy import policy_name
+from backends.engine.policy import policy_settings
 from backends.engine.preset import Preset, Weights
 from backends.engine.settings import OffloadSettings, Settings
 
-__all__ = ["Engine", "gpu_only", "offload", "offload_layerwise"]
+__all__ = ["Engine", "gpu_only", "minference", "offload", "offload_layerwise", "xattn"]
 
 
 @Preset
@@ -55,8 +56,11 @@ def gpu_only(
         chunk_tokens: prompt tokens of one prefill step; None is the whole prompt at once.
         attend_tokens: earlier keys that one attention call reads, cut at multiples of it; None
             is the whole history.
-        attention: name of the attention kernel, or "auto".
-        policy: which keys prefill reads; {"name": "full"} and None mean all.
+        attention: name of the kernel for dense attention, or "auto".
+        policy: which blocks of keys prefill reads, its name and settings; None and
+            {"name": "full"} mean all. With a sparse one, chunk_tokens is a multiple of 128, and
+            attend_tokens cuts dense attention only: that of decode, and of layers and chunks of
+            which so much is kept that dense attention is faster.
         poison: fill freed and unwritten cells with NaN, and stop at the first that is read.
         fault: a seeded fault by name, of `backends.engine.faults`; None is a sound engine.
         device_memory_gb: the most device memory that the process may take, in GiB (2**30 bytes),
@@ -84,7 +88,7 @@ def gpu_only(
             chunk_tokens=chunk_tokens,
             attend_tokens=attend_tokens,
             attention=attention,
-            policy=policy_name(policy),
+            policy=policy_settings(policy),
             poison=poison,
             fault=fault,
             offload=None,
@@ -97,6 +101,10 @@ def gpu_only(
         ),
         weights,
     )
+
+
+xattn = gpu_only.with_policy("xattn", "xattention")
+minference = gpu_only.with_policy("minference", "minference")
 
 
 @Preset
@@ -154,7 +162,7 @@ def offload(
             None is none: the next request, if it is as long as the context, then leaves nothing
             but what it shares.
         attention: name of the attention kernel.
-        policy: which keys prefill reads.
+        policy: which blocks of keys prefill reads.
         poison: fill freed and unwritten cells with NaN.
         fault: a seeded fault by name.
         device_memory_gb: the most device memory, in GiB.
@@ -183,7 +191,7 @@ def offload(
             chunk_tokens=chunk_tokens,
             attend_tokens=kvcache_block_size if attend_tokens == "block" else attend_tokens,
             attention=attention,
-            policy=policy_name(policy),
+            policy=policy_settings(policy),
             poison=poison,
             fault=fault,
             offload=OffloadSettings(
@@ -243,7 +251,7 @@ def offload_layerwise(
         num_kv_buffers: buffers on the device, at least 2, each as long as the context, for keys
             and values of one layer. Those that decode does not need to stream keep their layers.
         attention: name of the attention kernel.
-        policy: which keys prefill reads.
+        policy: which blocks of keys prefill reads.
         poison: fill freed and unwritten cells with NaN.
         fault: a seeded fault by name.
         device_memory_gb: the most device memory, in GiB.
@@ -267,7 +275,7 @@ def offload_layerwise(
             chunk_tokens=None,
             attend_tokens=None,
             attention=attention,
-            policy=policy_name(policy),
+            policy=policy_settings(policy),
             poison=poison,
             fault=fault,
             offload=OffloadSettings(

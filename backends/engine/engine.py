@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,7 +28,16 @@ from backends.base import (
 )
 from backends.digest import trace_logits
 from backends.engine import faults, memory
-from backends.engine.cache.base import KVCache, OneStep, Scalars, Sequence, StepPlan
+from backends.engine.block_attention import MaskedAttention
+from backends.engine.cache.base import (
+    KVCache,
+    OneStep,
+    Scalars,
+    Sequence,
+    SparseStep,
+    Step,
+    StepPlan,
+)
 from backends.engine.cache.offload import OffloadCache
 from backends.engine.cache.resident import ResidentCache
 from backends.engine.checkpoint import CheckpointWriter
@@ -38,10 +47,11 @@ from backends.engine.ops import make_ops
 from backends.engine.parts import Parts, TokenInput
 from backends.engine.pinned import HostPool
 from backends.engine.plan import draw, weight_source
-from backends.engine.policy import POLICIES, dense_spans
+from backends.engine.policy import dense_spans
 from backends.engine.settings import Settings, resolve_device, resolve_dtype
 from backends.engine.shape import find_model, read_shape
-from backends.engine.steps import Attention, ManyRows, OneRow, Record
+from backends.engine.sparse import Selection, Sparse, Tally
+from backends.engine.steps import Attention, ManyRows, OneRow, Record, SparseRows
 from backends.engine.streams import make_streams
 from backends.engine.timeline import Timeline
 from backends.engine.weights import WeightSource
@@ -72,7 +82,6 @@ class Engine:
         self._open = False
         self._cancelled = _Cancelled()
         torch.set_num_threads(settings.threads)
-        self._policy = POLICIES[settings.policy]()
         folder = find_model(settings.model_path)
         shape = read_shape(folder)
         self._recorder = _recorder(settings)
@@ -114,7 +123,7 @@ class Engine:
     def _build(self, source: WeightSource) -> None:
         """Allocate every buffer that there will ever be, and warm up."""
         blueprint, settings = self._blueprint, self._settings
-        parts = Parts(OffloadCache, Attention, Decoder, TokenInput)
+        parts = Parts(OffloadCache, Attention, Decoder, TokenInput, Selection)
         if settings.fault is not None:
             parts = faults.apply(settings.fault, parts)
         self._decoder = parts.decoder(
@@ -140,6 +149,15 @@ class Engine:
         self._attention = parts.attention(
             blueprint.kernel, self._ops, self._work, poisoned=settings.poison
         )
+        self._tally = Tally(self._device)
+        self._sparse: Sparse | None = None
+        if blueprint.policy.sparse:
+            self._sparse = Sparse(
+                parts.selection(blueprint.policy),
+                MaskedAttention(self._work.attended),
+                self._work.query,
+                blueprint.shape.layers,
+            )
         self._input = parts.token_input()
         self._logits = _HostLogits(blueprint.shape.vocabulary, self._device)
         self._whole_step: CapturedParts | None = None
@@ -251,11 +269,12 @@ class Engine:
             "max_model_len": self._context_tokens,
             "dtype": str(blueprint.dtype).removeprefix("torch."),
             "attention": blueprint.kernel.name,
+            "block_attention": None if self._sparse is None else self._sparse.kernel.name,
             "ops": self._ops.name,
             "decode": self._decode_name(),
             "chunk_tokens": settings.chunk_tokens,
             "attend_tokens": settings.attend_tokens,
-            "policy": {"name": self._policy.name},
+            "policy": blueprint.policy.describe(),
             "poison": settings.poison,
             "synchronise": settings.synchronise,
             "fault": settings.fault,
@@ -306,6 +325,10 @@ class Engine:
             return "captured graphs"
         return "kernels for one token" if self._blueprint.decodes_by_splits else "general kernels"
 
+    def _kernel_name(self) -> str:
+        dense = self._blueprint.kernel.name
+        return dense if self._sparse is None else f"{self._sparse.kernel.name}+{dense}"
+
     def close(self) -> None:
         """Free weights and buffers. A second call does nothing."""
         if self._open:
@@ -321,6 +344,7 @@ class Engine:
             "_resident",
             "_offload",
             "_attention",
+            "_sparse",
             "_work",
             "_decoder",
             "_streams",
@@ -363,6 +387,7 @@ class Engine:
         timeline = self._timeline
         with nullcontext() if timeline is None else timeline.request(request.request_id):
             answer = self._answer(request)
+        sparse = self._tally.figures()
         return Generation(
             token_ids=tuple(answer.token_ids),
             finish_reason=answer.finish_reason or "length",
@@ -374,13 +399,18 @@ class Engine:
             bytes_up=self._streams.copied_bytes["up"] - copied_before["up"],
             bytes_down=self._streams.copied_bytes["down"] - copied_before["down"],
             peak_device_bytes=self._peak_device_bytes(),
-            kernel=self._blueprint.kernel.name,
+            kernel=self._kernel_name(),
             reused_tokens=answer.reused_tokens,
             copy_hidden_share=None if timeline is None else timeline.copy_hidden_share(),
+            density=sparse.density,
+            dense_share=sparse.dense_share,
+            estimation_seconds=sparse.estimation_seconds,
+            attention_seconds=sparse.attention_seconds,
         )
 
     def _answer(self, request: Request) -> _Answer:
         answer = _Answer(request)
+        self._tally = Tally(self._device)
         total = len(request.prompt_token_ids) + request.max_new_tokens
         cache = self._cache_for(total)
         self._cancelled.check(request.request_id)
@@ -452,7 +482,12 @@ class Engine:
         spans = dense_spans(keys, self._settings.attend_tokens)
         layers = self._blueprint.shape.layers
         reads_all = last or (count == 1 and self._blueprint.decodes_by_splits)
-        return StepPlan(count, spans, layers if reads_all else layers - 1)
+        return StepPlan(
+            count,
+            spans,
+            layers if reads_all else layers - 1,
+            sparse=count > 1 and self._blueprint.policy.sparse,
+        )
 
     def _forward(
         self,
@@ -492,14 +527,7 @@ class Engine:
         record = self._record_for(sequence, len(token_ids), want_logits=want_logits)
         plan = self._step_plan(sequence.length, len(token_ids), last=want_logits)
         step = cache.begin(sequence, plan)
-        rooms = ManyRows(
-            step,
-            self._attention,
-            rows=len(token_ids),
-            request_id=sequence.request_id,
-            watch=self._watch(sequence),
-            record=record,
-        )
+        rooms = self._rooms(step, plan, sequence, record)
         logits = self._decoder.forward(
             torch.tensor(token_ids, device=self._device),
             self._scalars.position,
@@ -511,6 +539,32 @@ class Engine:
             record("logits", self._blueprint.shape.layers, logits[None])
         step.finish(following)
         return logits
+
+    def _rooms(
+        self, step: Step, plan: StepPlan, sequence: Sequence, record: Record | None
+    ) -> ManyRows:
+        """Return what a step through the kernels for many rows attends by."""
+        request_id, watch = sequence.request_id, self._watch(sequence)
+        if self._sparse is None or not plan.sparse:
+            return ManyRows(
+                step,
+                self._attention,
+                rows=plan.count,
+                request_id=request_id,
+                watch=watch,
+                record=record,
+            )
+        return SparseRows(
+            cast(SparseStep, step),
+            plan,
+            sequence.length,
+            attention=self._attention,
+            sparse=self._sparse,
+            tally=self._tally,
+            request_id=request_id,
+            watch=watch,
+            record=record,
+        )
 
     def _one(
         self, cache: KVCache, sequence: Sequence, token: int, following: StepPlan | None

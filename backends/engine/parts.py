@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from backends.engine.cache.base import Sequence
 from backends.engine.cache.offload import OffloadCache
 from backends.engine.model import Decoder
+from backends.engine.sparse import Selection
 from backends.engine.steps import Attention
 
 
@@ -33,9 +34,11 @@ class Parts:
         attention: attends and merges.
         decoder: the arithmetic between tokens and logits.
         token_input: takes the token that a step of one token starts from.
+        selection: asks a sparse policy which blocks are read.
     """
 
     offload_cache: type[OffloadCache]
     attention: type[Attention]
     decoder: type[Decoder]
     token_input: type[TokenInput]
+    selection: type[Selection]

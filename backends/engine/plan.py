@@ -12,7 +12,12 @@ import torch
 from backends.base import ConfigurationError
 from backends.engine import faults
 from backends.engine.attention import Kernel, choose_kernel
-from backends.engine.cache.base import KVLayout
+from backends.engine.block_attention import (
+    block_buffers,
+    block_passing_buffers,
+    check_head_dim,
+)
+from backends.engine.cache.base import KVLayout, whole_blocks
 from backends.engine.cache.offload import OffloadGeometry
 from backends.engine.cache.resident import resident_buffers
 from backends.engine.memory import (
@@ -25,8 +30,10 @@ from backends.engine.memory import (
 )
 from backends.engine.model import weight_buffers
 from backends.engine.ops import SPLIT_TOKENS, Ops, make_ops, splits_for
+from backends.engine.policy import BLOCK_TOKENS, Model, Policy, make_policy
 from backends.engine.settings import MIN_SLOTS, Settings, resolve_device, resolve_dtype
 from backends.engine.shape import ModelShape, find_model, read_shape
+from backends.engine.sparse import check_chunk
 from backends.engine.weights import Checkpoint, StateDict, WeightSource
 from backends.engine.workspace import StepSize, workspace_buffers
 
@@ -40,7 +47,8 @@ class Blueprint:
         shape: of the model.
         tied: whether the output matrix is the embedding.
         device, dtype: in force.
-        kernel: for attention of many queries.
+        kernel: for dense attention of many queries.
+        policy: which blocks of keys prefill reads.
         one_token_kernels: whether `ops` has kernels of its own for a step of one token.
         context_tokens: the longest request.
     """
@@ -51,6 +59,7 @@ class Blueprint:
     device: torch.device
     dtype: torch.dtype
     kernel: Kernel
+    policy: Policy
     one_token_kernels: bool
     context_tokens: int
 
@@ -95,6 +104,7 @@ class Blueprint:
             split_tokens=SPLIT_TOKENS if self.decodes_by_splits else 1,
             prefix_cache=offload.prefix_cache,
             prefix_cache_tokens=offload.prefix_cache_tokens or 0,
+            sparse=self.policy.sparse,
         )
 
     @property
@@ -110,10 +120,18 @@ class Blueprint:
         """Whether a step may attend to more than one piece of keys."""
         return min(self.chunk_tokens, self.attend_tokens) < self.context_tokens
 
+    @property
+    def query_rows(self) -> int:
+        """Rows of the buffers of queries."""
+        return whole_blocks(self.chunk_tokens) if self.policy.sparse else self.chunk_tokens
+
     def work_buffers(self) -> tuple[Buffer, ...]:
         """Declare what steps compute in."""
-        size = StepSize(self.chunk_tokens, self.merges)
+        size = StepSize(self.chunk_tokens, self.merges, self.query_rows)
         buffers = workspace_buffers(self.shape, self.dtype, size)
+        if self.policy.sparse:
+            sizes = (self.shape.heads, self.query_rows, whole_blocks(self.context_tokens))
+            buffers += block_buffers(self.device, *sizes)
         if self.decodes_by_splits:
             heads = (splits_for(self.context_tokens), self.shape.heads)
             shapes = {
@@ -132,7 +150,9 @@ class Blueprint:
         if self.geometry is not None:
             buffers += self.geometry.buffers(self.layout)
         if self.resident_tokens:
-            buffers += resident_buffers(self.layout, self.resident_tokens)
+            tokens = self.resident_tokens
+            rows = whole_blocks(tokens) if self.policy.sparse else tokens
+            buffers += resident_buffers(self.layout, rows)
         return buffers
 
     def passing_buffers(self) -> tuple[Buffer, ...]:
@@ -140,10 +160,20 @@ class Blueprint:
         rows, heads = self.chunk_tokens, self.shape.heads
         log_sum_exp = Buffer("log_sum_exp", (rows, heads), torch.float32, "device", "activations")
         tokens = Buffer("tokens", (rows,), torch.int64, "device", "activations")
+        buffers: tuple[Buffer, ...] = (log_sum_exp, tokens)
+        if self.policy.sparse:
+            buffers += block_passing_buffers(
+                self.device,
+                self.layout,
+                self.policy,
+                heads=heads,
+                queries=rows,
+                keys=self.context_tokens,
+            )
         if self.kernel.writes_out:
-            return (log_sum_exp, tokens)
+            return buffers
         dims = (rows, heads, self.shape.head_dim)
-        return (log_sum_exp, tokens, Buffer("output", dims, self.dtype, "device", "activations"))
+        return (*buffers, Buffer("output", dims, self.dtype, "device", "activations"))
 
     def plan(self) -> MemoryPlan:
         """Return the whole plan."""
@@ -176,11 +206,12 @@ class Blueprint:
                 range(least, offload.num_gpu_blocks),
             )
         if self.settings.chunk_tokens is not None:
+            step = BLOCK_TOKENS if self.policy.sparse else 1
             yield Alternative(
                 "backend.chunk_tokens",
                 self.chunk_tokens,
                 self._planner(self._with_chunk),
-                range(1, self.chunk_tokens),
+                range(step, self.chunk_tokens, step),
             )
         yield Alternative(
             "backend.max_model_len",
@@ -246,18 +277,21 @@ def draw(
         ConfigurationError: a setting does not suit the model or the device.
     """
     dtype = resolve_dtype(settings.dtype, device)
+    heads = (shape.heads, shape.kv_heads, shape.head_dim)
     blueprint = Blueprint(
         settings=settings,
         shape=shape,
         tied=shape.tied_embeddings and "lm_head.weight" not in source,
         device=device,
         dtype=dtype,
-        kernel=choose_kernel(
-            settings.attention, device, dtype, (shape.heads, shape.kv_heads, shape.head_dim)
-        ),
+        kernel=choose_kernel(settings.attention, device, dtype, heads),
+        policy=make_policy(settings.policy, Model(shape.layers, *heads)),
         one_token_kernels=ops.name == "triton",
         context_tokens=context_tokens(settings, shape.max_positions),
     )
+    if blueprint.policy.sparse:
+        check_chunk(settings.chunk_tokens, blueprint.context_tokens, blueprint.policy)
+        check_head_dim(device, shape.head_dim, blueprint.policy)
     if blueprint.geometry is not None:
         blueprint.geometry.check()
     if settings.fault is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,6 +95,7 @@ class Settings:
     """Every setting of the engine, as asked for. `backends.engine` explains each.
 
     Attributes:
+        policy: name and settings of the policy, checked as far as the model is not needed.
         offload: None keeps every request on the device.
         device_memory_gb, host_memory_gb: in GiB, 2**30 bytes.
     """
@@ -106,7 +108,7 @@ class Settings:
     chunk_tokens: int | None
     attend_tokens: int | None
     attention: str
-    policy: str
+    policy: Mapping[str, Any]
     poison: bool
     fault: str | None
     offload: OffloadSettings | None

@@ -9,9 +9,11 @@ import torch
 from backends.base import NonFiniteLogits
 from backends.engine import attention
 from backends.engine.attention import Attended, Kernel
-from backends.engine.cache.base import KVSpan, OneStep, Scalars, Step
+from backends.engine.cache.base import KVSpan, OneStep, Scalars, SparseStep, Step, StepPlan
 from backends.engine.model import Room
 from backends.engine.ops import SPLIT_TOKENS, Ops, splits_for
+from backends.engine.policy import Place
+from backends.engine.sparse import Chosen, Sparse, Tally
 from backends.engine.workspace import Workspace
 
 Record = Callable[[str, int, torch.Tensor], None]
@@ -199,11 +201,14 @@ class ManyRows:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attend to the history and to the new tokens; see `LayerRooms.attend`."""
         where = f"request {self._request_id}, layer {layer}"
-        attended = self._attention.many(query, self._pieces(layer, query.shape[0]), where)
+        attended = self._attend(layer, query, where)
         if self._record is not None:
             self._record("query", layer, query)
             self._record("attention", layer, attended)
         return attended
+
+    def _attend(self, layer: int, query: torch.Tensor, where: str) -> torch.Tensor:
+        return self._attention.many(query, self._pieces(layer, query.shape[0]), where)
 
     def _pieces(self, layer: int, queries: int) -> Iterator[tuple[KVSpan, bool]]:
         """Yield what the queries read, in ascending order, and whether causally."""
@@ -211,6 +216,78 @@ class ManyRows:
             yield span, False
         if self.rows > 1:  # the spans of a single token end with itself
             yield self._step.new(layer), queries == self.rows
+
+
+class SparseRows(ManyRows):
+    """A step of several tokens, each of which reads the blocks that the policy chooses.
+
+    Where dense attention is faster, the layer goes as in `ManyRows`.
+
+    Args:
+        step: of the cache.
+        plan: of that step.
+        start: position of the first new token.
+        attention: the kernels for dense attention.
+        sparse: the policy and the kernel for blocks.
+        tally: counts what this request costs.
+        request_id: the request's counter.
+        watch: called before each layer.
+        record: shown what is computed.
+    """
+
+    def __init__(
+        self,
+        step: SparseStep,
+        plan: StepPlan,
+        start: int,
+        *,
+        attention: Attention,
+        sparse: Sparse,
+        tally: Tally,
+        request_id: int,
+        watch: Watch,
+        record: Record | None,
+    ) -> None:
+        super().__init__(
+            step, attention, rows=plan.count, request_id=request_id, watch=watch, record=record
+        )
+        self._sparse_step = step
+        self._sparse = sparse
+        self._tally = tally
+        self._place = Place(start, plan.count, start + plan.count)
+        self._reading_layers = plan.reading_layers
+        self._load_ahead(0)
+
+    def _load_ahead(self, layer: int) -> None:
+        """Start to load the keys of a layer that will be read."""
+        if layer < self._reading_layers:
+            known = self._sparse.known(layer, self._place)
+            self._sparse_step.load_ahead(layer, None if known is None else known.read)
+
+    def _attend(self, layer: int, query: torch.Tensor, where: str) -> torch.Tensor:
+        """Attend to the blocks that the policy chooses, all keys where dense is faster."""
+        chosen = self._choose(layer)
+        self._tally.count(chosen)
+        keys = self._sparse_step.layer_keys(layer, chosen.read)
+        values = self._sparse_step.layer_values(layer, chosen.read)
+        with self._tally.attending():
+            if chosen.blocks is None:
+                attended = super()._attend(layer, query, where)
+            else:
+                attended = self._sparse.attend(keys, values, chosen.blocks, self._place)
+                attended = attended[self.rows - query.shape[0] : self.rows]
+        if chosen.blocks is not None and self._attention.poisoned:
+            _refuse_nan(attended, where, KVSpan(keys, values, 0, "chosen blocks"), self._place.keys)
+        self._load_ahead(layer + 1)
+        return attended
+
+    def _choose(self, layer: int) -> Chosen:
+        known = self._sparse.known(layer, self._place)
+        if known is not None and known.blocks is None:
+            return known
+        keys = self._sparse_step.layer_keys(layer, None if known is None else known.read)
+        with self._tally.estimating():
+            return self._sparse.choose(keys, layer, self._place, self._request_id, known)
 
 
 class OneRow:

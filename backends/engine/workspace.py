@@ -26,17 +26,20 @@ class StepSize:
     Attributes:
         rows: tokens of the largest step.
         merges: whether a step attends to more than one piece of keys.
+        query_rows: rows of queries and of what attention makes of them; more than `rows` where
+            these come in whole blocks.
     """
 
     rows: int
     merges: bool
+    query_rows: int
 
 
 def workspace_buffers(shape: ModelShape, dtype: torch.dtype, size: StepSize) -> tuple[Buffer, ...]:
     """Declare the buffers of a `Workspace`."""
     rows = size.rows
     sliced = min(rows, SLICE_ROWS)
-    query_heads = (rows, shape.heads, shape.head_dim)
+    query_heads = (size.query_rows, shape.heads, shape.head_dim)
     projected = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
 
     def buffer(name: str, dims: tuple[int, ...], kind: torch.dtype = dtype) -> Buffer:

@@ -33,6 +33,7 @@ OWN_ENGINE_DECIDES_BITS = (
     "dtype",
     "threads",
     "attention",
+    "block_attention",
     "ops",
     "decode",
     "chunk_tokens",

@@ -10,7 +10,7 @@ import torch
 
 from backends.engine.memory import Buffer, Part, Place
 from backends.engine.model import Room
-from backends.engine.policy import Span
+from backends.engine.policy import BLOCK_TOKENS, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,13 @@ class StepPlan:
         count: new tokens; when it is 1, the spans end with the new token itself.
         spans: what each reading layer reads, beside the new tokens.
         reading_layers: how many layers, from the first on, read.
+        sparse: whether the step asks for whole layers, side by side, and is a `SparseStep`.
     """
 
     count: int
     spans: tuple[Span, ...]
     reading_layers: int
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,28 @@ class Step(Protocol):
         Args:
             following: the next step, if there is one, so that its first loads can start.
         """
+        ...
+
+
+class SparseStep(Step, Protocol):
+    """A step of several tokens that reads a layer's keys, and values, in one piece.
+
+    Both come as [rows, kv_heads, head_dim] from position 0 on, as many rows as the cache can hold,
+    in whole blocks of BLOCK_TOKENS. Of the last block that holds a token, the rows after that
+    token are zero. `blocks` says which blocks are read, bool [key blocks] in CPU memory, or None
+    for all; the rows of others may hold anything.
+    """
+
+    def load_ahead(self, layer: int, blocks: torch.Tensor | None) -> None:
+        """Start to load a layer's keys: those of the layers before have been asked for."""
+        ...
+
+    def layer_keys(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's keys, once they are there."""
+        ...
+
+    def layer_values(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's values, once they are there."""
         ...
 
 
@@ -205,3 +229,8 @@ def poison(*tensors: torch.Tensor) -> None:
     """Fill with NaN, so that a read of what is freed or was never written shows."""
     for tensor in tensors:
         tensor.fill_(float("nan"))
+
+
+def whole_blocks(tokens: int) -> int:
+    """Return the tokens in all blocks of BLOCK_TOKENS that hold some of so many."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS

@@ -13,6 +13,8 @@ With a prefix cache, the blocks of a prompt stay when its request is over. A lat
 begins alike finds them at the head of its block table and reads them like its own; it never writes
 them. They are registered when the request is released: until then a download may be under way.
 
+A sparse step reads whole layers instead, in buffers of their own; see `whole`.
+
 A span that lies in one slot, or in the tail, is read in place. Any other is gathered in a
 scratch buffer. Either way the attention kernel sees the same rows with the same strides.
 """
@@ -27,10 +29,19 @@ from math import ceil, lcm
 import torch
 
 from backends.base import ConfigurationError, OutOfMemory
-from backends.engine.cache.base import KVLayout, KVSpan, Scalars, Sequence, StepPlan, poison
+from backends.engine.cache.base import (
+    KVLayout,
+    KVSpan,
+    Scalars,
+    Sequence,
+    StepPlan,
+    poison,
+    whole_blocks,
+)
 from backends.engine.cache.blocks import BlockPool
 from backends.engine.cache.prefix import PrefixIndex, registrable_tokens, reusable_tokens
 from backends.engine.cache.ring import SlotRing
+from backends.engine.cache.whole import WholeLayers
 from backends.engine.memory import Buffer
 from backends.engine.model import Room
 from backends.engine.policy import Span
@@ -65,6 +76,7 @@ class OffloadGeometry:
         split_tokens: a multiple of which each piece of a one-token step starts at.
         prefix_cache: whether a later request may reuse the blocks of a prompt.
         prefix_cache_tokens: tokens kept for that beyond one context.
+        sparse: whether steps read whole layers, side by side.
     """
 
     context_tokens: int
@@ -75,6 +87,7 @@ class OffloadGeometry:
     split_tokens: int = 1
     prefix_cache: bool = False
     prefix_cache_tokens: int = 0
+    sparse: bool = False
 
     @property
     def blocks(self) -> int:
@@ -139,6 +152,12 @@ class OffloadGeometry:
         if not self.stages_are_slots:
             stages = layout.buffer("stages", "device", "kv_ring", STAGES, 2, self.chunk_tokens)
             buffers.append(stages)
+        if self.sparse:
+            rows = whole_blocks(self.context_tokens)
+            buffers += [
+                layout.buffer(f"layer_{name}", "device", "kv_ring", rows)
+                for name in ("keys", "values")
+            ]
         if self.span_blocks > 1:
             buffers.append(layout.buffer("scratch", "device", "kv_ring", 2, self.attend_tokens))
         buffers += [
@@ -216,6 +235,9 @@ class OffloadCache:
         self.stages = self.slots if geometry.stages_are_slots else tensors["stages"]
         self.tail = tensors["tail"]
         self.scratch = tensors.get("scratch")
+        self.whole: WholeLayers | None = None
+        if geometry.sparse:
+            self.whole = WholeLayers(tensors["layer_keys"], tensors["layer_values"])
         self._forget()
         if poisoned:
             self.pool.on_free = self._poison_blocks
@@ -235,6 +257,8 @@ class OffloadCache:
         self.stage_downloaded: list[Event | None] = [None] * self.stages.shape[0]
         self.tail_downloaded: list[Event | None] = [None] * layers
         self.layer_downloaded: list[Event | None] = [None] * layers
+        if self.whole is not None:
+            self.whole.forget()
 
     def admit(self, request_id: int, tokens: int, prompt: tuple[int, ...] = ()) -> Sequence:
         """Take blocks for the whole request, known ones first; see `KVCache.admit`."""
@@ -290,6 +314,8 @@ class OffloadCache:
         if plan.count > 1 and sequence.length > sequence.downloaded:
             self._download_tail(sequence)
         self._want(sequence, plan)
+        if plan.sparse:
+            return SparseOffloadStep(self, sequence, plan)
         return OffloadStep(self, sequence, plan)
 
     def begin_one(self, sequence: Sequence, plan: StepPlan, scalars: Scalars) -> OffloadOneStep:
@@ -327,6 +353,9 @@ class OffloadCache:
             buffers["stages"] = self.stages
         if self.scratch is not None:
             buffers["scratch"] = self.scratch
+        if self.whole is not None:
+            buffers["layer_keys"] = self.whole.keys.rows
+            buffers["layer_values"] = self.whole.values.rows
         return buffers
 
     def host_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -374,7 +403,9 @@ class OffloadCache:
         sequence.downloaded = sequence.length
 
     def blocks_to_read(self, sequence: Sequence, plan: StepPlan) -> list[int]:
-        """Return the indices in the block table of what the spans read from CPU memory."""
+        """Return the indices in the block table of what the step reads through slots."""
+        if plan.sparse:
+            return []
         size, downloaded = self.block_tokens, sequence.downloaded
         indices: dict[int, None] = {}
         for span in plan.spans:
@@ -427,8 +458,8 @@ class OffloadCache:
     def _load(self, sequence: Sequence, wanted: Wanted, number: int, read: Event) -> Event:
         """Copy a block's rows up to a slot, after its last reader is done; return the event."""
         slot = self.slots[number]
-        block = self.blocks[wanted.layer][self._block_to_load(sequence, wanted.index)]
-        after = [read, self._downloaded(wanted.layer)]
+        block = self.blocks[wanted.layer][self.block_to_load(sequence, wanted.index)]
+        after = [read, self.downloaded_event(wanted.layer)]
         if self.geometry.stages_are_slots:
             after.append(self.stage_downloaded[number])
         if wanted.rows == self.block_tokens:
@@ -443,26 +474,26 @@ class OffloadCache:
             wipe=slot if self.poisoned else None,
         )
 
-    def _block_to_load(self, sequence: Sequence, index: int) -> int:
+    def block_to_load(self, sequence: Sequence, index: int) -> int:
         """Return the block of CPU memory with the rows of `index` in the block table."""
         return sequence.block_table[index]
 
-    def _downloaded(self, layer: int) -> Event | None:
+    def downloaded_event(self, layer: int) -> Event | None:
         """Return the event of a layer's last copy down, which its loads wait for."""
         return self.layer_downloaded[layer]
 
-    def _await_load(self, event: Event) -> None:
-        """Make the readers of a slot wait until it is loaded."""
+    def await_load(self, event: Event) -> None:
+        """Make readers wait for a load."""
         self.streams.wait(event)
 
     def slot(self, layer: int, index: int) -> int:
         """Return the slot of a block that is needed now, once its load is done."""
         kept = self._kept.get((layer, index))
         if kept is not None:
-            self._await_load(kept.loaded)
+            self.await_load(kept.loaded)
             return kept.slot
         load = self._load_of[layer, index]
-        self._await_load(self._loaded[load])
+        self.await_load(self._loaded[load])
         return self._ring.slot_of(load)
 
     def done_with(self, layer: int, index: int) -> None:
@@ -597,6 +628,36 @@ class OffloadStep:
             rows[:, downloaded - span.start :].copy_(cache.tail[layer, :, :new])
             place += " and the tail"
         return KVSpan(rows[0], rows[1], span.start, place)
+
+
+class SparseOffloadStep(OffloadStep):
+    """One pass of several tokens, which reads whole layers; see `SparseStep`."""
+
+    def load_ahead(self, layer: int, blocks: torch.Tensor | None) -> None:
+        """Start to load a layer's keys; see `SparseStep.load_ahead`."""
+        self._whole.keys.load(self._cache, self._sequence, layer, blocks)
+
+    def layer_keys(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's keys; see `SparseStep.layer_keys`."""
+        self._whole.keys.load(self._cache, self._sequence, layer, blocks)
+        return self._whole.keys.ready(self._cache, self.new(layer).keys, self._sequence.length)
+
+    def layer_values(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's values; see `SparseStep.layer_values`."""
+        self._whole.values.load(self._cache, self._sequence, layer, blocks)
+        return self._whole.values.ready(self._cache, self.new(layer).values, self._sequence.length)
+
+    def history(self, layer: int) -> Iterator[KVSpan]:
+        """Yield the announced spans of whole layers that are there; see `Step.history`."""
+        del layer
+        for span in self._plan.spans:
+            yield self._whole.span(*span)
+
+    @property
+    def _whole(self) -> WholeLayers:
+        if self._cache.whole is None:
+            raise AssertionError("a sparse step, and no buffers for whole layers")
+        return self._cache.whole
 
 
 class OffloadOneStep:

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from backends.base import OutOfMemory
-from backends.engine.cache.base import KVLayout, KVSpan, Scalars, Sequence, StepPlan, poison
+from backends.engine.cache.base import (
+    KVLayout,
+    KVSpan,
+    Scalars,
+    Sequence,
+    StepPlan,
+    poison,
+    whole_blocks,
+)
 from backends.engine.memory import Buffer
 from backends.engine.model import Room
 from backends.engine.policy import Span
@@ -100,9 +108,27 @@ class ResidentStep:
         for span in self._spans:
             yield self._view(layer, span)
 
+    def load_ahead(self, layer: int, blocks: torch.Tensor | None) -> None:
+        """See `SparseStep.load_ahead`: everything is there."""
+
+    def layer_keys(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's keys; see `SparseStep.layer_keys`."""
+        del blocks
+        return self._whole(self._keys[layer])
+
+    def layer_values(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's values; see `SparseStep.layer_values`."""
+        del blocks
+        return self._whole(self._values[layer])
+
     def finish(self, following: StepPlan | None = None) -> None:
         """Count the new tokens as held."""
         self._sequence.length = self._new.stop
+
+    def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+        stop = self._new.stop
+        rows[stop : whole_blocks(stop)].zero_()
+        return rows
 
     def _view(self, layer: int, span: Span) -> KVSpan:
         rows = slice(span.start, span.stop)

@@ -42,8 +42,9 @@ class KeepsTable(OffloadCache):
             self._table = tuple(sequence.block_table)
         return sequence
 
-    def _block_to_load(self, sequence: base.Sequence, index: int) -> int:
-        return self._table[index] if self._table else super()._block_to_load(sequence, index)
+    def block_to_load(self, sequence: base.Sequence, index: int) -> int:
+        """Return the block that the copy names."""
+        return self._table[index] if self._table else super().block_to_load(sequence, index)
 
 
 def hash_beginning(before: bytes, tokens: bytes) -> bytes:

@@ -96,9 +96,10 @@ class LoadsBeforeRead(LosesRaces):
 class ReadsBeforeLoad(LosesRaces):
     """Does not wait for a slot's load."""
 
-    def _await_load(self, event: Event) -> None:
+    def await_load(self, event: Event) -> None:
+        """Wait, unless this request loses."""
         if not self.late:
-            super()._await_load(event)
+            super().await_load(event)
 
     def _load(self, sequence: Sequence, wanted: Wanted, number: int, read: Event) -> Event:
         if self.late:
@@ -121,5 +122,6 @@ class LoadsBeforeDownload(LosesRaces):
             self.stall("down", LONG_SLEEP_CYCLES)
         return super().download(sequence, layer, start, rows, count)
 
-    def _downloaded(self, layer: int) -> Event | None:
-        return None if self.late else super()._downloaded(layer)
+    def downloaded_event(self, layer: int) -> Event | None:
+        """Return no event where this request loses."""
+        return None if self.late else super().downloaded_event(layer)

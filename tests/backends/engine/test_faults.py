@@ -21,6 +21,7 @@ from backends.engine.model import Decoder
 from backends.engine.ops import TorchOps
 from backends.engine.parts import Parts, TokenInput
 from backends.engine.seeded import races
+from backends.engine.sparse import Selection
 from backends.engine.steps import Attention
 
 PRESETS = {"gpu_only": gpu_only, "offload": offload, "offload_layerwise": offload_layerwise}
@@ -356,6 +357,7 @@ def test_each_fault_replaces_parts_by_others_of_their_kind(tiny):
         "attention": Attention,
         "decoder": Decoder,
         "token_input": TokenInput,
+        "selection": Selection,
     }
     assert set(sound) == {field.name for field in fields(Parts)}
     for fault in FAULTS.values():
