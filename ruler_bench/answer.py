@@ -39,7 +39,10 @@ def checked_generation(found: object) -> Generation:
         peak_device_bytes=_optional("peak_device_bytes", found.peak_device_bytes, _count),
         ttft_seconds=_optional("ttft_seconds", found.ttft_seconds, _measure),
         decode_seconds=_optional("decode_seconds", found.decode_seconds, _measure),
-        density=_optional("density", found.density, _measure),
+        density=_optional("density", found.density, _share),
+        dense_share=_optional("dense_share", found.dense_share, _share),
+        estimation_seconds=_optional("estimation_seconds", found.estimation_seconds, _measure),
+        attention_seconds=_optional("attention_seconds", found.attention_seconds, _measure),
         copy_hidden_share=_optional("copy_hidden_share", found.copy_hidden_share, _share),
     )
 

@@ -47,6 +47,8 @@ class Record:
         peak_device_bytes: peak device memory; on a CPU the cache's own buffers.
         kernel: the attention kernel that ran.
         density: share of causal key blocks computed, for sparse prefill.
+        dense_share: share of its layers and chunks that went through dense attention.
+        estimation_seconds, attention_seconds: what its choice of blocks took, and its attention.
         copy_hidden_share: share of the KV copies' time on the device during which a kernel ran,
             too; of a traced request.
         reused_tokens: prompt tokens whose keys and values an earlier request had left.
@@ -81,6 +83,9 @@ class Record:
     peak_device_bytes: int | None = None
     kernel: str | None = None
     density: float | None = None
+    dense_share: float | None = None
+    estimation_seconds: float | None = None
+    attention_seconds: float | None = None
     copy_hidden_share: float | None = None
     reused_tokens: int | None = None
     retries: int | None = None

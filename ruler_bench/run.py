@@ -28,6 +28,7 @@ from ruler_bench.leak.arms import (
     ONE_ENGINE,
     REFERENCES,
     Arm,
+    kind_of,
     variant_of,
 )
 from ruler_bench.leak.join import arm_facts
@@ -651,9 +652,10 @@ def start_life(bench: Bench, stream: Stream) -> Life:
     if records_steps(stream.arm):
         settings |= {"checkpoint": str(recordings(bench) / stream.arm)}
     life = start_one(bench, settings)
-    if "cancel" in bench.cell.arms and not life.can_cancel:
+    cancels = next((one for one in bench.cell.arms if CANCEL in kind_of(one).actions), None)
+    if cancels is not None and not life.can_cancel:
         life.close()
-        raise cannot_cancel(bench.cell.backend_settings["_target_"])
+        raise cannot_cancel(cancels, bench.cell.backend_settings["_target_"])
     try:
         check_overlap(life.concurrency, stream.arm, bench.cell.arms)
     except UsageError:
@@ -811,6 +813,9 @@ def record_of(bench: Bench, step: Step, reply: Reply, place: dict[str, Any]) -> 
         peak_device_bytes=generation.peak_device_bytes,
         kernel=generation.kernel,
         density=generation.density,
+        dense_share=generation.dense_share,
+        estimation_seconds=generation.estimation_seconds,
+        attention_seconds=generation.attention_seconds,
         copy_hidden_share=generation.copy_hidden_share,
         reused_tokens=generation.reused_tokens,
         retries=generation.retries,

@@ -19,6 +19,9 @@ GOOD = Generation(
     bytes_up=5,
     kernel="flash",
     density=0.5,
+    dense_share=0.25,
+    estimation_seconds=0.5,
+    attention_seconds=2.0,
     copy_hidden_share=0.75,
 )
 
@@ -70,6 +73,10 @@ def test_what_is_no_answer_is_an_error(found):
         ("prompt_tokens", "many"),
         ("kernel", object()),
         ("density", "x"),
+        ("density", 1.5),
+        ("dense_share", -0.5),
+        ("estimation_seconds", math.nan),
+        ("attention_seconds", "long"),
         ("copy_hidden_share", 1.5),
         ("reused_tokens", 0.5),
         ("copy_hidden_share", math.nan),

@@ -57,6 +57,8 @@ records = st.builds(
     top2_margin=st.none() | st.lists(st.floats(0, 99), max_size=5).map(tuple),
     error=st.none() | texts,
     copy_hidden_share=st.none() | st.floats(0, 1),
+    dense_share=st.none() | st.floats(0, 1),
+    estimation_seconds=st.none() | st.floats(0, 99),
     reused_tokens=st.none() | st.integers(0, 1 << 20),
 )
 
@@ -78,7 +80,8 @@ def test_a_record_survives_its_line(record: Record) -> None:
 
 def test_a_record_from_before_a_field_was_known_reads_as_unknown() -> None:
     values = json.loads(to_line(PLAIN))
-    del values["copy_hidden_share"], values["reused_tokens"]
+    for field in ("copy_hidden_share", "reused_tokens", "dense_share", "attention_seconds"):
+        del values[field]
     assert from_line(json.dumps(values)) == PLAIN
 
 

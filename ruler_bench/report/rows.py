@@ -44,6 +44,10 @@ class Row:
         reused_tokens_per_sample: mean prompt tokens whose keys and values an earlier request had
             left.
         copy_hidden_share: mean share of the KV copies' time that compute hid, of traced samples.
+        density: mean share of causal key blocks that sparse prefill computed.
+        dense_share: mean share of its layers and chunks that went through dense attention.
+        estimation_seconds, attention_seconds: mean time of its choice of blocks, and of its
+            attention.
     """
 
     task: str
@@ -70,6 +74,10 @@ class Row:
     peak_device_bytes: int | None
     reused_tokens_per_sample: float | None
     copy_hidden_share: float | None
+    density: float | None
+    dense_share: float | None
+    estimation_seconds: float | None
+    attention_seconds: float | None
 
 
 def finished(run: Run) -> list[Record]:
@@ -144,6 +152,10 @@ def build_row(run: Run, settings: str = "") -> Row:
         peak_device_bytes=_largest(record.peak_device_bytes for record in records),
         reused_tokens_per_sample=_mean(record.reused_tokens for record in records),
         copy_hidden_share=_mean(record.copy_hidden_share for record in records),
+        density=_mean(record.density for record in records),
+        dense_share=_mean(record.dense_share for record in records),
+        estimation_seconds=_mean(record.estimation_seconds for record in records),
+        attention_seconds=_mean(record.attention_seconds for record in records),
     )
 
 

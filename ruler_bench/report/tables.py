@@ -30,7 +30,11 @@ def _interval(row: Row) -> str:
 SETTINGS = "settings"
 REUSED = "reused per sample"
 HIDDEN = "copies hidden"
-NOT_ALWAYS = (SETTINGS, REUSED, HIDDEN)
+DENSITY = "density"
+DENSE = "went dense"
+ESTIMATION = "estimation per sample"
+ATTENTION = "prefill attention per sample"
+NOT_ALWAYS = (SETTINGS, REUSED, HIDDEN, DENSITY, DENSE, ESTIMATION, ATTENTION)
 """Columns that stand there only where they say something."""
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -56,6 +60,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "peak device memory": lambda row: human_bytes(row.peak_device_bytes),
     REUSED: lambda row: human_number(row.reused_tokens_per_sample or None, 1),
     HIDDEN: lambda row: human_percent(row.copy_hidden_share),
+    DENSITY: lambda row: human_percent(row.density),
+    DENSE: lambda row: human_percent(row.dense_share),
+    ESTIMATION: lambda row: human_seconds(row.estimation_seconds),
+    ATTENTION: lambda row: human_seconds(row.attention_seconds),
 }
 """What people read: title and text of each column, in order."""
 

@@ -135,6 +135,21 @@ def test_hidden_copies_are_shown_where_requests_were_traced(record, run):
     assert second.endswith("-")
 
 
+def test_figures_of_sparse_prefill_are_shown_where_there_are_any(record, run):
+    sparse = {"density": 0.25, "dense_share": 0.0, "estimation_seconds": 0.5}
+    runs = [
+        run(record(0, **sparse, attention_seconds=1.5), record(1, density=0.75)),
+        run(record(0), task="niah_multikey_2"),
+    ]
+    titles, _, first, second = terminal_table(runs, width=500).splitlines()
+    shown = ["density", "went dense", "estimation per sample", "prefill attention per sample"]
+    assert titles.split("  ")[-1].strip() == shown[-1]
+    assert all(title in titles for title in shown)
+    assert first.split()[-6:] == ["50.0%", "0.0%", "500.0", "ms", "1.50", "s"]
+    assert second.split()[-4:] == ["-"] * 4
+    assert not any(title in terminal_table(runs[1:], width=500) for title in shown)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(width=st.integers(50, 250), count=st.integers(1, 9))
 def test_the_table_keeps_to_the_width_and_leaves_no_run_out(record, run, width, count):
