@@ -86,8 +86,9 @@ def _plan(cell: Cell, stream: Stream, run: Run | None) -> _Plan:
     records = [] if run is None else run.records
     steps = {one.step for one in stream.steps}
     mine = [one for one in records if one.arm == stream.arm]
-    done = {one.step for one in mine if one.error is None} & steps
-    pending = stream.pending(done)
+    left = stream.left(mine)
+    pending = left.pending
+    done = {one.step for one in mine if one.error is None} & steps - left.again
     seconds, measured_in = _sample_seconds(stream.arm, mine, records)
     return _Plan(
         arm=stream.arm,

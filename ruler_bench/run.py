@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends.base import ConfigurationError, Generation, Request
 from ruler_bench import manifest, model_files
-from ruler_bench.config import Cell, NamedBackend
+from ruler_bench.config import Cell, NamedBackend, as_indices
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.folders import cache_dir
 from ruler_bench.host import cannot_cancel, check_arm, checked_factory, described, settings_of_arm
@@ -47,7 +47,7 @@ from ruler_bench.questions import Asked, Questions
 from ruler_bench.records import Record, RecordingError
 from ruler_bench.report import Run, write_predictions, write_reports
 from ruler_bench.score import score
-from ruler_bench.streams import BESIDE, Step, Stream, streams
+from ruler_bench.streams import BESIDE, Left, Step, Stream, streams
 from ruler_bench.suspects import audited, suspects, suspicious
 from ruler_bench.tasks import DataSpec, Sample
 from ruler_bench.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -428,13 +428,17 @@ def run_stream(bench: Bench, stream: Stream) -> None:
     cell, journal = bench.cell, bench.journal
     done = journal.finished(stream.arm)
     own = {one.step for one in stream.steps}
-    pending = stream.pending({one.step for one in done})
+    left = stream.left(journal.records)
+    pending = left.pending
     title = f"{cell.task.name} {cell.length} {cell.backend}"
     if len(cell.arms) > 1:
         title = f"{title} {stream.arm}"
     if not pending:
         what = f"all {len(stream.steps)} samples are recorded" if own else "no sample to ask"
-        print(f"{title}: {what}", file=sys.stderr)
+        if not left.kept:
+            print(f"{title}: {what}", file=sys.stderr)
+    for line in about_failures(stream, left):
+        print(f"{title}: {line}", file=sys.stderr)
     for record in done:
         check_contradictions(bench, record)
     if not pending:
@@ -449,6 +453,25 @@ def run_stream(bench: Bench, stream: Stream) -> None:
             journal.append(record)
             progress.add(record)
             check_contradictions(bench, record)
+
+
+def about_failures(stream: Stream, left: Left) -> Iterator[str]:
+    """Say what is done about requests that failed after their engine had served others."""
+    if left.again:
+        yield (
+            f"asks {len(left.again)} recorded requests again, too: an engine failed after them, "
+            "and only one that has served the same can show whether that was why."
+        )
+    if left.kept:
+        ordinals = sorted({one.ordinal for one in stream.steps if one.step in left.kept})
+        yield (
+            f"ordinals {_listed(ordinals)} failed after their engine had served others that are "
+            "not asked for here, and stay as they are; ask for all of them together to try again."
+        )
+
+
+def _listed(ordinals: Sequence[int]) -> str:
+    return ", ".join(as_indices(ordinals))
 
 
 def check_contradictions(bench: Bench, record: Record) -> None:

@@ -32,6 +32,7 @@ from ruler_bench.leak.arms import (
     in_running_order,
     kind_of,
 )
+from ruler_bench.records import Record
 
 SAMPLE, AGING, HALF, QUARTER, CUT = "sample", "aging", "half", "quarter", "cut"
 AGING_REQUESTS = 50
@@ -101,9 +102,56 @@ class Stream:
             if one.step in missing or one.opening or (one.group is not None and one.group in groups)
         ]
 
+    def left(self, records: Iterable[Record]) -> Left:
+        """Return the requests to ask, given what is recorded.
+
+        What failed is asked again, and an engine that had served others may have failed for that
+        reason: then all that it served is asked again, of one new engine and in the same order, so
+        that the failure meets what it met before and later answers keep what they followed.
+
+        Args:
+            records: of any arm, the last for each step.
+        """
+        mine = {one.step: one for one in records if one.arm == self.arm}
+        places = {one.step: place for place, one in enumerate(self.steps)}
+        again: set[int] = set()
+        kept: set[int] = set()
+        for record in mine.values():
+            place = places.get(record.step)
+            if record.error is None or not record.position or place is None:
+                continue
+            if place < record.position:  # it was asked after requests that this stream has not
+                kept.add(record.step)
+                continue
+            before = self.steps[place - record.position : place]
+            again |= {one.step for one in before}
+            again |= {one.step for one in mine.values() if one.life == record.life}
+        done = {step for step, one in mine.items() if one.error is None and step not in again}
+        return Left(
+            pending=self.pending(done | kept),
+            again=frozenset(again & {step for step, one in mine.items() if one.error is None}),
+            kept=frozenset(kept),
+        )
+
     def only(self, ordinals: Collection[int]) -> Stream:
         """Return the stream of these samples alone."""
         return replace(self, steps=tuple(one for one in self.steps if one.ordinal in ordinals))
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is left of a stream.
+
+    Attributes:
+        pending: the requests to ask, in order.
+        again: steps of those that were answered before, by an engine that failed at another.
+        kept: steps that failed in an engine that had served requests which this stream has not;
+            a new engine, asked without those, would show nothing.
+    """
+
+    pending: list[Step]
+    again: frozenset[int]
+    kept: frozenset[int]
 
 
 def streams(

@@ -116,6 +116,21 @@ class Telling(Plain):
         return Generation(text=told, token_ids=ids, finish_reason="stop")
 
 
+class Tired(Plain):
+    """Fails at one request, unless it is the first that it is asked."""
+
+    def __init__(self, *, at: int, note: str = "") -> None:
+        super().__init__()
+        self.at, self.note, self.served = at, note, 0
+
+    def generate(self, request):
+        self.served += 1
+        is_mended = self.note and os.path.exists(self.note)  # noqa: PTH110
+        if request.request_id == self.at and self.served > 1 and not is_mended:
+            raise RuntimeError("tired")
+        return super().generate(request)
+
+
 class Slow(Plain):
     """Takes its time to answer, prints that it does, and leaves a file when it is closed."""
 

@@ -103,13 +103,15 @@ def test_an_error_is_recorded_and_runs_again(cli, workdir):
     assert failed["correct"] is None
     report = (workdir / "here" / "report.md").read_text()
     assert failed["error"] in report
-    # position 1 of the new life is not reached: ordinal 1 is its only request
-    assert cli(*ORACLE, "num_samples=3", "backend.fail=[1]", "out=here").status == 0
+    # Of a new engine, after what came before: it fails at its second request again.
+    assert cli(*ORACLE, "num_samples=3", "backend.fail=[1]", "out=here").status == 1
     again = rows(workdir / "here")
-    assert len(again) == 4
-    assert again[3]["ordinal"] == 1
-    assert again[3]["life"] == 2
-    assert again[3]["correct"]
+    assert [(row["ordinal"], row["life"]) for row in again[3:]] == [(0, 2), (1, 2), (2, 2)]
+    assert again[4]["error"] == failed["error"]
+    # What failed at an engine's first request is asked alone.
+    assert cli(*ORACLE, "num_samples=2", "backend.fail=[0]", "out=there").status == 1
+    assert cli(*ORACLE, "num_samples=2", "backend.fail=[0]", "out=there").status == 1
+    assert [row["ordinal"] for row in rows(workdir / "there")] == [0, 1, 0]
 
 
 ENGINE = ("task=niah_single_1", "device=cpu", "length=1024")

@@ -140,6 +140,36 @@ def test_one_engine_that_dies_is_followed_by_another(cli, workdir):
     assert rows(workdir / "here")[1]["error"].startswith("EngineDied:")
 
 
+def test_what_fails_in_a_warm_engine_alone_is_asked_again_in_a_warm_one(cli, workdir):
+    note = workdir / "mended"
+    mine = (*odd("Tired", "at=2", f"note={note}"), "num_samples=5")
+    arms = "arms=[persistent,fresh,fresh_again]"
+    assert cli(*mine, arms).status == 5
+    # Its fresh engines answer it; the failure and the verdict stay, however often it is asked.
+    finished = cli(*mine, arms, "dry_run=true")
+    assert "persistent: 5 to run, 0 recorded" in finished.out
+    finished = cli(*mine, arms)
+    assert finished.status == 5
+    assert "persistent: asks 4 recorded requests again, too" in finished.err
+    assert finished.out.startswith("niah_single_1: UNDECIDED.")
+    found = rows(workdir / "here", "persistent")
+    assert [(row["ordinal"], row["life"], row["position"]) for row in found[5:]] == [
+        (one, 2, one) for one in range(5)
+    ]
+    assert [row["ordinal"] for row in found if row["error"]] == [2, 2]
+    # Alone it cannot be asked so, and is not asked.
+    finished = cli(*mine, arms, "indices=[2]")
+    assert finished.status == 5
+    assert "ordinals 2 failed after their engine had served others that are not" in finished.err
+    assert len(rows(workdir / "here", "persistent")) == 10
+    # What no longer fails after the same requests is answered.
+    note.touch()
+    assert cli(*mine, arms).status == 0
+    assert [row["life"] for row in rows(workdir / "here", "persistent")[10:]] == [3] * 5
+    assert cli(*mine, arms).status == 0
+    assert len(rows(workdir / "here", "persistent")) == 15
+
+
 def test_an_engine_that_ends_its_process_is_an_error_of_one_sample(cli, workdir):
     finished = cli(*odd("Exiting", "at=1"), "num_samples=3")
     assert finished.status == 1, finished.err

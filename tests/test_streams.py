@@ -1,10 +1,13 @@
 """Orders of requests, against what each arm is for, and their steps when a folder grows."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ruler_bench.leak.arms import KINDS
+from ruler_bench.records import Record
 from ruler_bench.streams import (
     AGING,
     AGING_ORDINALS,
@@ -120,3 +123,65 @@ def test_a_new_engine_of_the_aged_arm_is_aged_anew():
     assert found.pending({one.step for one in found.steps}) == []
     # Where all samples are there, only the missing ones of the others are asked.
     assert found.pending({one.step for one in found.steps[1:]}) == [found.steps[0]]
+
+
+def recorded(found, life_of, failed):
+    """Make the records of a stream that engines answered, each from where the last one ended."""
+    records, served = [], Counter()
+    for one in found.steps:
+        life = life_of(one.step)
+        records.append(
+            Record(
+                arm=found.arm,
+                step=one.step,
+                ordinal=one.ordinal,
+                task="niah_single_1",
+                length=1024,
+                life=life,
+                position=served[life],
+                predecessor=None,
+                expected=(),
+                depth=None,
+                prompt_sha256="",
+                prompt_tokens=1,
+                error="tired" if one.step in failed else None,
+            )
+        )
+        served[life] += 1
+    return records
+
+
+@given(
+    total=st.integers(1, 12),
+    died=st.sets(st.integers(0, 11)),
+    failed=st.sets(st.integers(0, 11)),
+    order=st.sampled_from(["persistent", "shuffled"]),
+)
+def test_a_life_in_which_a_request_failed_is_asked_again_as_a_whole(total, died, failed, order):
+    found = stream(order, range(total))
+    places = {one.step: place for place, one in enumerate(found.steps)}
+    lives = {step: sum(one < place for one in died) for step, place in places.items()}
+    failed = {one for one in failed | died if one < total}
+    failed = {found.steps[one].step for one in failed}
+    records = recorded(found, lives.get, failed)
+    left = found.left(records)
+    broken = {one.life for one in records if one.error and one.position}
+    alone = {one.step for one in records if one.error and not one.position}
+    expected = {one.step for one in records if one.life in broken} | alone
+    assert [one.step for one in left.pending] == [
+        one.step for one in found.steps if one.step in expected
+    ]
+    assert left.again == {one for one in expected if one not in failed}
+    assert not left.kept
+    # Without what came before it, a failure stays.
+    last = found.steps[-1]
+    few = found.only({last.ordinal}).left(records)
+    assert few.kept == ({last.step} if last.step in failed and records[-1].position else set())
+    assert len(few.pending) == (last.step in failed and not records[-1].position)
+
+
+def test_an_engine_that_failed_while_it_was_aged_is_aged_anew():
+    found = stream("aged", [0, 1])
+    left = found.left(recorded(found, lambda _: 1, {30}))
+    assert left.pending == list(found.steps)
+    assert found.left(recorded(found, lambda _: 1, ())).pending == []
