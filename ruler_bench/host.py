@@ -281,7 +281,7 @@ def check_arm(arm: str, settings: dict[str, Any]) -> None:
         check_fresh_engines(f"arm {arm}", settings)
     can_cancel = not inspect.isclass(factory) or callable(getattr(factory, "cancel", None))
     if CANCEL in kind_of(arm).actions and not can_cancel:
-        raise cannot_cancel(str(settings[TARGET]))
+        raise cannot_cancel(arm, str(settings[TARGET]))
 
 
 def check_fresh_engines(what: str, settings: dict[str, Any]) -> None:
@@ -304,9 +304,9 @@ def check_fresh_engines(what: str, settings: dict[str, Any]) -> None:
         )
 
 
-def cannot_cancel(target: str) -> UsageError:
-    """Return the error of the arm cancel with a backend that has no such method."""
+def cannot_cancel(arm: str, target: str) -> UsageError:
+    """Return the error of an arm that cancels requests, of a backend that has no such method."""
     return UsageError(
-        f"arm cancel: {target} has no method cancel(request_id), which would end a request from "
+        f"arm {arm}: {target} has no method cancel(request_id), which would end a request from "
         "another thread; leave the arm out."
     )

@@ -541,9 +541,7 @@ def _answer(connection: Connection, backend: Backend) -> None:
         connection.send(reply)
 
 
-def _answer_several(
-    connection: Connection, backend: Backend, requests: Sequence[Request]
-) -> None:
+def _answer_several(connection: Connection, backend: Backend, requests: Sequence[Request]) -> None:
     """Send place and reply of each request as it is answered."""
 
     def ask(request: Request) -> Reply:

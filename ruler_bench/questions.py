@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ruler_bench.errors import UsageError
-from ruler_bench.streams import AGING, AGING_ORDINALS, CUT, HALF, QUARTER, SAMPLE, Step
+from ruler_bench.other_question import other_question
+from ruler_bench.streams import AGING, AGING_ORDINALS, CUT, HALF, OTHER, QUARTER, SAMPLE, Step
 from ruler_bench.tasks import DataSpec, Question, Sample, load_questions
 from ruler_bench.tasks.spec import MAX_SEED
 from ruler_bench.tokenizer import Tokenizer
 
 CUT_PLACES = (0.5, 0.3, 0.7, 0.15, 0.85, 0.05)
+DERIVED = (CUT, OTHER)
+"""Sources whose prompts are made from the run's own samples."""
 PARTS = {HALF: (2,), QUARTER: (4, 2)}
 """What the length is divided by; a task that a quarter has no room for is asked at half."""
 KEPT_AROUND_ANSWER = 120
@@ -43,7 +46,7 @@ class Questions:
         self._cache = cache
         self._loaded: dict[str, list[Question]] = {}
         self._lengths: dict[str, int] = {}
-        self._cut: dict[Step, Asked] = {}
+        self._derived: dict[Step, Asked] = {}
 
     def load(self, steps: Iterable[Step]) -> None:
         """Make everything that these steps ask.
@@ -90,19 +93,26 @@ class Questions:
         """Return the question of a step."""
         source, number = _place(step)
         question = self._loaded[source][number]
-        if step.source != CUT:
+        if step.source not in DERIVED:
             return Asked(question, self._lengths[source], step.scored)
-        if step not in self._cut:
-            tokens = cut_tokens(len(question.prompt_token_ids), step)
-            shorter, is_whole = cut(question, tokens, self._encoder)
-            self._cut[step] = Asked(shorter, shorter.tokens, step.scored and is_whole)
-        return self._cut[step]
+        if step not in self._derived:
+            self._derived[step] = self._derive(question, step)
+        return self._derived[step]
+
+    def _derive(self, question: Question, step: Step) -> Asked:
+        """Return what a step makes of a sample of the run."""
+        if step.source == OTHER:
+            other = other_question(question, self._encoder)
+            return Asked(other, self._lengths[SAMPLE], step.scored)
+        tokens = cut_tokens(len(question.prompt_token_ids), step)
+        shorter, is_whole = cut(question, tokens, self._encoder)
+        return Asked(shorter, shorter.tokens, step.scored and is_whole)
 
 
 def _place(step: Step) -> tuple[str, int]:
     if step.source == AGING:
         return AGING, step.ordinal - AGING_ORDINALS
-    return SAMPLE if step.source == CUT else step.source, step.ordinal
+    return SAMPLE if step.source in DERIVED else step.source, step.ordinal
 
 
 def cut_tokens(prompt_tokens: int, step: Step) -> int:

@@ -13,6 +13,9 @@ Orders, by name, for a sample A with ordinal n (step: the request's place in the
 | boundary | A cut to -1, 0, +1 around whole blocks, and chunks | 6n to 6n + 5 |
 | fill | A up to the last free token, whatever the model says; then A | 2n, 2n + 1 |
 | cancel | A's neighbour, cancelled on the way; then A | 2n, 2n + 1 |
+| resend | A, cancelled on the way; then A again | 2n, 2n + 1 |
+| flood | every sample, AGING_REQUESTS as in aged, every sample again | 2n, 10000000 on, 2n + 1 |
+| two_questions | another question on the context of A; then A | 2n, 2n + 1 |
 
 The neighbour of 0 is 1 and that of 1 is 0, and so on. A step does not depend on which other
 samples were chosen, so that a folder can grow.
@@ -35,10 +38,13 @@ from ruler_bench.leak.arms import (
 from ruler_bench.records import Record
 
 SAMPLE, AGING, HALF, QUARTER, CUT = "sample", "aging", "half", "quarter", "cut"
+OTHER = "other_question"
 AGING_REQUESTS = 50
 AGING_ORDINALS = 1_000_000
 """Ordinals from here on are requests that only age an engine: no sample of the run has them."""
-BESIDE = {"boundary": 10_000_000, "length_mix": 20_000_000}
+FLOOD_STEPS = 10_000_000
+"""In the arm flood: steps from here on are the requests in between."""
+BESIDE = {"boundary": 10_000_000, "length_mix": 20_000_000, "two_questions": 30_000_000}
 """In the arm reference: steps from here on are the prompts that only that other arm asks."""
 
 
@@ -50,7 +56,8 @@ class Step:
         step: its place, unique within the arm.
         ordinal: the sample it asks.
         source: which prompt of that ordinal: the sample's own, or one of AGING (another seed),
-            HALF and QUARTER (another length), CUT (the sample's, shorter).
+            HALF and QUARTER (another length), CUT (the sample's, shorter), OTHER (another
+            question on its context).
         unit_tokens, avoided_tokens, beyond_tokens: of CUT: the prompt is cut to the largest
             multiple of `unit_tokens` that it exceeds and that is, where there is such a one, no
             multiple of `avoided_tokens`, plus `beyond_tokens`.
@@ -263,6 +270,28 @@ def _cancel(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
         yield Step(2 * one + 1, one, group=one)
 
 
+def _resend(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        yield Step(2 * one, one, action=CANCEL, scored=False, group=one)
+        yield Step(2 * one + 1, one, group=one)
+
+
+def _flood(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        yield Step(2 * one, one, scored=False, opening=True)
+    for one in range(AGING_REQUESTS):
+        ordinal = AGING_ORDINALS + one
+        yield Step(FLOOD_STEPS + one, ordinal, source=AGING, scored=False, opening=True)
+    for one in ordinals:
+        yield Step(2 * one + 1, one)
+
+
+def _two_questions(ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
+    for one in ordinals:
+        yield Step(2 * one, one, source=OTHER, group=one)
+        yield Step(2 * one + 1, one, group=one)
+
+
 def _beside(arms: Sequence[str], ordinals: Sequence[int], settings: _Settings) -> Iterable[Step]:
     """Yield the prompts that only other arms ask, so that the reference has an answer to each."""
     for arm, offset in BESIDE.items():
@@ -282,4 +311,7 @@ _ORDERS: Mapping[str, Callable[[Sequence[int], _Settings], Iterable[Step]]] = {
     "boundary": _boundary,
     "fill": _fill,
     "cancel": _cancel,
+    "resend": _resend,
+    "flood": _flood,
+    "two_questions": _two_questions,
 }

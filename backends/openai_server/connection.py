@@ -64,6 +64,7 @@ class Connection:
     def __init__(
         self,
         url: str,
+        *,
         key: Key,
         verify: ssl.SSLContext | bool,
         policy: Policy,

@@ -24,7 +24,7 @@ from backends.base import (
 )
 from backends.openai_server import settings as checks
 from backends.openai_server.answers import Answer
-from backends.openai_server.connection import Connection, Unreachable
+from backends.openai_server.connection import Connection, Refused, Unreachable
 from backends.openai_server.offer import Offer, Trial, offered
 from backends.openai_server.retry import Policy
 from backends.openai_server.secret import Key
@@ -116,7 +116,12 @@ class OpenAIServer:
         try:
             address = self._start(model_path, run_folder)
             self._connection = connection = Connection(
-                address, self._key, context, self._policy, self._request_seconds, self._is_gone
+                address,
+                key=self._key,
+                verify=context,
+                policy=self._policy,
+                request_seconds=self._request_seconds,
+                is_gone=self._is_gone,
             )
             self._wait_until_ready(connection)
             self._offer = self._learn(connection, trial, model)
@@ -220,10 +225,12 @@ class OpenAIServer:
         except concurrent.futures.CancelledError:
             raise RequestCancelled(f"request {request.request_id} was cancelled") from None
         except RequestError as error:
-            ending = None if self._server is None else self._server.ending()
-            if ending is not None and self._server is not None:
-                raise EngineDied(f"the server {ending}; {self._server.last_words()}") from error
-            raise
+            if self._server is None or isinstance(error, Refused | PromptTooLong):
+                raise
+            ending = self._server.ending(patience_seconds=0.5)
+            if ending is None:
+                raise
+            raise EngineDied(f"the server {ending}; {self._server.last_words()}") from error
         if self._check_length:
             self._compare_length(request, answer)
         return _generation(answer)

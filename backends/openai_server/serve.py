@@ -68,9 +68,16 @@ class Server:
             start_new_session=True,
         )
 
-    def ending(self) -> str | None:
-        """Return how the server ended, or None while it runs."""
+    def ending(self, patience_seconds: float = 0.0) -> str | None:
+        """Return how the server ended, or None while it runs.
+
+        Args:
+            patience_seconds: how long to wait for its end, where something broke off.
+        """
         status = self._guard.poll()
+        if status is None and patience_seconds:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._guard.wait(patience_seconds)
         return None if status is None else f"ended with status {status}"
 
     def wait_until(self, is_ready: Callable[[], bool], startup_seconds: float) -> None:

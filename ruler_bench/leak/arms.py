@@ -51,6 +51,9 @@ KINDS: dict[str, Kind] = {
     "boundary": Kind(order="boundary"),
     "fill": Kind(order="fill", actions=(FILL,)),
     "cancel": Kind(order="cancel", actions=(CANCEL,)),
+    "resend": Kind(order="resend", actions=(CANCEL,)),
+    "flood": Kind(order="flood"),
+    "two_questions": Kind(order="two_questions"),
     "fresh": Kind(is_fresh=True),
     "fresh_again": Kind(is_fresh=True),
 }

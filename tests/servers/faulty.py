@@ -13,6 +13,8 @@ import argparse
 import email.utils
 import json
 import os
+import select
+import socket
 import ssl
 import sys
 import threading
@@ -52,7 +54,7 @@ FAULTS = {
 }
 EVICTED_AFTER = 3
 PREFIX_CHARACTERS = 600
-PIECE_CHARACTERS = 4
+PIECE_CHARACTERS = 3
 
 
 class State:
@@ -310,20 +312,27 @@ class Handler(BaseHTTPRequestHandler):
             self.whole(text)
             return
         self.begin("text/event-stream")
+        time.sleep(self.options.first_seconds if limit > 1 else 0)
         for number, piece in enumerate(pieces):
-            try:
-                self.event(self.chunk(body, piece))
-            except OSError:
+            if self.is_left():
                 if self.options.fault == "cancel_ignored":
                     with self.state.lock:
                         self.state.left_over = "".join(pieces[number:])
+                self.close_connection = True
                 return
+            self.event(self.chunk(body, piece))
             time.sleep(self.options.piece_seconds if limit > 1 else 0)
         reason = "length" if limit == 1 else "stop"
         self.event(self.chunk(body, "", reason))
         if body.get("stream_options"):
             self.event({"choices": [], "usage": self.usage(body, answer)})
         self.end()
+
+    def is_left(self) -> bool:
+        """Whether the client has closed the connection."""
+        if not select.select([self.connection], [], [], 0)[0]:
+            return False
+        return not self.connection.recv(1, socket.MSG_PEEK)
 
     def usage(self, body: dict, answer: str) -> dict | None:
         tokens = self.prompt_tokens(body)
@@ -403,6 +412,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-stream", action="store_true")
     parser.add_argument("--key-variable")
     parser.add_argument("--certificate")
+    parser.add_argument("--first-seconds", type=float, default=0.0)
     parser.add_argument("--piece-seconds", type=float, default=0.0)
     parser.add_argument("--row-seconds", type=float, default=0.3)
     parser.add_argument("--start-seconds", type=float, default=0.0)
