@@ -6,7 +6,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -75,6 +75,9 @@ class Outcome:
     diagnosis: list[Row] | None = None
 
 
+BuildLife = Callable[[Mapping[str, Any], Mapping[str, Any]], Life]
+
+
 @dataclass(frozen=True)
 class Bench:
     """All that the requests of one cell share."""
@@ -87,6 +90,7 @@ class Bench:
     stop_token_ids: tuple[int, ...]
     journal: Journal
     references: list[NamedBackend] = field(default_factory=list)
+    build_here: BuildLife = LocalLife
     shown: set[str] = field(default_factory=set)
 
     def asked(self) -> list[Asked]:
@@ -135,8 +139,14 @@ def least_context_tokens(cell: Cell, model: Path, tokenizer: Tokenizer) -> int:
     return context if positions is None else min(context, positions)
 
 
-def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
+def run_cell(cell: Cell, overwrite: bool = False, build_here: BuildLife = LocalLife) -> Outcome:
     """Run a cell's samples, or those still missing, and write its reports.
+
+    Args:
+        cell: what to run.
+        overwrite: start its folder anew.
+        build_here: with fresh=inprocess, builds each engine from its settings and the harness's
+            arguments; for callers that keep one from cell to cell.
 
     Raises:
         UsageError, ConfigurationError: a setting is wrong; nothing was run.
@@ -155,6 +165,7 @@ def run_cell(cell: Cell, overwrite: bool = False) -> Outcome:
             stop_token_ids=model_files.stop_token_ids(model),
             journal=journal,
             references=list(cell.references),
+            build_here=build_here,
         )
         bench.questions.load(step for one in bench.streams for step in one.steps)
         check_tokens(bench)
@@ -713,7 +724,7 @@ def start_one(bench: Bench, settings: Mapping[str, Any]) -> Life:
     cell, harness = bench.cell, bench.harness_arguments()
     start = cell.fresh.start
     if start is None:
-        return LocalLife(settings, harness)
+        return bench.build_here(settings, harness)
     return ProcessLife(settings, harness, start, cell.timeout_seconds)
 
 
