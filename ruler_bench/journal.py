@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ruler_bench import device, manifest, model_files
+from ruler_bench import device, manifest, model_files, source
 from ruler_bench.config import (
     Cell,
     as_indices,
@@ -35,6 +35,8 @@ from ruler_bench.score import score
 from ruler_bench.streams import Step, Stream
 from ruler_bench.tasks import DataSpec, Sample
 
+SOURCES = "sources"
+"""In the manifest: which code the engines are, see `ruler_bench.source`."""
 OTHER_LENGTHS = ("length_mix", "boundary", REFERENCE)
 """Arms that also ask prompts of other lengths."""
 OTHER_SETTINGS = REFERENCES
@@ -59,6 +61,20 @@ class Journal:
         self._records: list[Record] = []
         if not overwrite:
             self._read_records()
+        self._note_sources(cell)
+
+    def _note_sources(self, cell: Cell) -> None:
+        """Put into the manifest which code the engines are.
+
+        Raises:
+            UsageError: other code gave the answers that are recorded.
+        """
+        targets = (cell.backend_settings, *(one.settings for one in cell.references))
+        here = source.sources(str(one["_target_"]) for one in targets)
+        there = self.manifest.get(SOURCES) or {}
+        if any(one.error is None for one in self._records):
+            source.check_unchanged(self.folder, there, here)
+        self.manifest[SOURCES] = there | here
 
     def _read_records(self) -> None:
         cut = repair_last_line(self._records_path)

@@ -115,6 +115,13 @@ def _problem(manifest: dict[str, Any]) -> str | None:
         arms_of(manifest)
     except ValueError as error:
         return str(error)
+    return _problem_of_engines(manifest)
+
+
+def _problem_of_engines(manifest: dict[str, Any]) -> str | None:
+    sources = manifest.get("sources", {})
+    if not isinstance(sources, dict) or not all(isinstance(one, dict) for one in sources.values()):
+        return "sources is no list of packages"
     lives = manifest.get("lives")
     if not isinstance(lives, list) or not all(
         isinstance(one, dict) and isinstance(one.get("arm"), str) for one in lives

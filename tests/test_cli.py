@@ -322,6 +322,7 @@ def parrots(workdir, monkeypatch):
     """A module of somebody's in the folder where the command runs."""
     (workdir / "parrots.py").write_text(ENGINE)
     monkeypatch.syspath_prepend(workdir)
+    monkeypatch.delitem(sys.modules, "parrots", raising=False)
 
 
 def test_an_engine_of_your_own_is_a_class_by_name(cli, workdir, parrots):
@@ -343,6 +344,22 @@ def test_an_engine_of_your_own_is_a_class_by_name(cli, workdir, parrots):
     unfit = cli("backend._target_=parrots.Parrot", *ORACLE[1:])
     assert unfit.status == 2
     assert "start from backend=custom" in unfit.err
+
+
+def test_a_folder_is_not_gone_on_with_by_changed_code(cli, workdir, parrots):
+    mine = ("backend=custom", "backend._target_=parrots.Parrot", *ORACLE[1:], "out=here")
+    assert cli(*mine, "num_samples=1").status == 0
+    (workdir / "parrots.py").write_text(ENGINE + "\n# Better.\n")
+    refused = cli(*mine, "num_samples=2")
+    assert refused.status == 2
+    assert "the code of parrots was changed since its samples were recorded" in refused.err
+    assert "overwrite=true" in refused.err
+    assert cli(*mine, "num_samples=2", "overwrite=true").status == 0
+    # Nothing is mixed as long as nothing was answered.
+    odd = ("backend=custom", "backend._target_=parrots.Odd", *ORACLE[1:], "out=odd")
+    assert cli(*odd).status == 1
+    (workdir / "parrots.py").write_text(ENGINE + "\n# Better still.\n")
+    assert cli(*odd).status == 1
 
 
 @pytest.mark.parametrize("path", sorted((config_dir() / "experiment").glob("*.yaml")))
