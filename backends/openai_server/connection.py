@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import ssl
 import sys
@@ -363,8 +364,11 @@ def _innermost(error: BaseException) -> str:
     """Return what the system said, which the client wraps in words of its own."""
     chain: BaseException | None = error
     while chain is not None:
-        if isinstance(chain, OSError) and chain.strerror:
-            return chain.strerror
+        if isinstance(chain, BaseExceptionGroup):  # one for each address of the host
+            chain = chain.exceptions[0]
+        if isinstance(chain, OSError) and chain.errno is not None:
+            # Names that do not resolve have numbers below 0 and words of their own.
+            return os.strerror(chain.errno) if chain.errno > 0 else str(chain.strerror)
         chain = chain.__cause__ or chain.__context__
     return str(error) or type(error).__name__
 

@@ -64,7 +64,7 @@ class State:
         self.options = options
         self.lock = threading.Lock()
         self.asked = 0
-        self.tries: dict[str, int] = {}
+        self.tries: dict[str, tuple[int, int]] = {}
         self.seen: list[tuple[str, str]] = []
         self.left_over = ""
         self.waiting: list[Row] = []
@@ -200,11 +200,11 @@ class Handler(BaseHTTPRequestHandler):
             self.whole({"error": {"message": said}}, 400)
             return
         with self.state.lock:
-            tries = self.state.tries.get(prompt, 0)
-            self.state.tries[prompt] = tries + 1
-            number = self.state.asked
-            if tries == 0 or options.fault not in ("storm", "storm_until"):
-                self.state.asked += 1
+            first, tries = self.state.tries.get(prompt, (self.state.asked, 0))
+            self.state.tries[prompt] = first, tries + 1
+            # A request that is sent again in a storm is the same one.
+            number = first if options.fault.startswith("storm") else self.state.asked
+            self.state.asked += number == self.state.asked
         if options.at is None or number in options.at:
             method = getattr(self, f"fault_{options.fault}", None)
             if method is not None:
@@ -242,7 +242,8 @@ class Handler(BaseHTTPRequestHandler):
     def fault_cut(self, body: dict, prompt: str, tries: int) -> None:
         self.begin("text/event-stream")
         self.event(self.chunk(body, self.state.answer(prompt)[:3]))
-        self.connection.close()
+        self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
 
     def fault_html(self, body: dict, prompt: str, tries: int) -> None:
         self.send(200, "text/html", "<html><title>Welcome to\nthe portal</title></html>")
