@@ -53,6 +53,7 @@ NO_SETTINGS = {
     "max_model_len",
     "device_memory_gb",
     "host_memory_gb",
+    "compile_seconds",
     "memory_plan",
     "weight_bytes",
     "device_buffer_bytes",

@@ -50,8 +50,10 @@ KEYS_WITHOUT_RESULTS = frozenset(
 )
 """Keys that may differ where a folder goes on: more samples, more arms, how they are run."""
 ENGINE_TARGETS = "backends.engine."
-ENGINE_KEYS_WITHOUT_RESULTS = frozenset({"device_memory_gb", "host_memory_gb", "memory_plan"})
-"""Of our engine: what decides whether it can run, and neither its answers nor their times.
+ENGINE_KEYS_WITHOUT_RESULTS = frozenset(
+    {"compile_seconds", "device_memory_gb", "host_memory_gb", "memory_plan"}
+)
+"""Of our engine: what decides whether it can run and how soon, neither its answers nor their times.
 
 checkpoint, timeline and synchronise change no answer either, but what is recorded beside it and how
 long it takes: such a run has a folder of its own.

@@ -44,6 +44,7 @@ NAMES = ("rotation", "query", "key", "value", "attention", "hidden", "logits")
 WITHOUT_LAYER = ("rotation", "logits")
 NO_SETTINGS = {
     "checkpoint",
+    "compile_seconds",
     "memory_plan",
     "weight_bytes",
     "device_buffer_bytes",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from backends.base import ConfigurationError
@@ -25,9 +29,15 @@ class BlockKernel(Protocol):
 
     Attributes:
         name: for records.
+        compile_seconds: what compiling took; None where nothing is compiled.
     """
 
     name: str
+    compile_seconds: float | None
+
+    def warm_up(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Compile for keys and values of this size, once for each that `attend` will be given."""
+        ...
 
     def attend(
         self,
@@ -53,6 +63,19 @@ class BlockKernel(Protocol):
             Like `query`, in memory that the next call may overwrite.
         """
         ...
+
+
+def make_block_kernel(
+    device: torch.device, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
+) -> BlockKernel:
+    """Return the kernel of a device.
+
+    Args:
+        device: where it is to run.
+        tensors: of `block_buffers`, and others.
+        out: see `MaskedAttention`.
+    """
+    return FlexAttention(tensors) if device.type == "cuda" else MaskedAttention(out)
 
 
 def check_head_dim(device: torch.device, head_dim: int, policy: Policy) -> None:
@@ -99,7 +122,7 @@ def block_passing_buffers(
         rows = min(whole.query_blocks, MASK_ROWS)
         return (
             *buffers,
-            buffer("block_order", (2, heads, rows, whole.key_blocks), torch.int64),
+            buffer("block_order", (4, heads, rows, whole.key_blocks), torch.int64),
             buffer("block_output", (whole.queries, heads, layout.head_dim), layout.dtype),
             buffer("block_log_sum_exp", (2, heads, whole.queries), torch.float32),
         )
@@ -122,9 +145,13 @@ class MaskedAttention:
     """
 
     name = "masked"
+    compile_seconds: float | None = None
 
     def __init__(self, out: torch.Tensor) -> None:
         self._out = out
+
+    def warm_up(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `BlockKernel.warm_up`: there is nothing to compile."""
 
     def attend(
         self,
@@ -169,3 +196,127 @@ def _masked(
         attn_mask=mask.view(kv_heads, group, queries, -1),
     )
     return found.permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
+
+
+class FlexAttention:
+    """PyTorch's FlexAttention over a mask of blocks (arXiv 2412.05496), compiled at construction.
+
+    All shapes are those of the largest chunk and of the whole cache, and the mask's tensors are
+    filled anew for each call, so that every call runs the same program. Each block of queries is
+    computed by itself, in a fixed order of keys: its own block first, where the mask is causal,
+    then the others, ascending.
+
+    Args:
+        tensors: of `block_buffers`.
+        compiled: False runs what is not compiled, which ignores the lists of blocks; for tests of
+            the mask.
+    """
+
+    name = "flex"
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, compiled: bool = True) -> None:
+        self.compile_seconds: float | None = None
+        self._partial = tensors["partial_blocks"], tensors["partial_block_counts"]
+        self._full = tensors["full_blocks"], tensors["full_block_counts"]
+        for tensor in (*self._partial, *self._full):
+            tensor.zero_()
+        self._start = torch.zeros((), dtype=torch.int32, device=self._partial[0].device)
+        self._masks: dict[int, BlockMask] = {}
+        run = _fresh(_attend_by_mask)
+        self._run = torch.compile(run, dynamic=False, fullgraph=True) if compiled else run
+
+    def warm_up(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Compile; see `BlockKernel.warm_up`."""
+        started = time.perf_counter()
+        self._call(query, keys, values)
+        if query.device.type == "cuda":
+            torch.cuda.synchronize(query.device)
+        self.compile_seconds = (self.compile_seconds or 0.0) + time.perf_counter() - started
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        blocks: torch.Tensor,
+        place: Place,
+    ) -> torch.Tensor:
+        """Attend; see `BlockKernel.attend`."""
+        self.lay(blocks, place)
+        return self._call(query, keys, values)
+
+    def lay(self, blocks: torch.Tensor, place: Place) -> None:
+        """Fill the mask: the block of the same positions is causal, the others are read whole."""
+        self._start.fill_(place.start)
+        for _, counts in (self._partial, self._full):
+            counts[:, :, place.query_blocks :].zero_()
+        for start in range(0, place.query_blocks, MASK_ROWS):
+            rows = slice(start, min(start + MASK_ROWS, place.query_blocks))
+            own = torch.arange(rows.start, rows.stop, device=blocks.device) + place.first_block
+            self._lay_rows(blocks[:, rows], rows, own)
+
+    def mask(self, key_rows: int) -> BlockMask:
+        """Return the mask as FlexAttention takes it, for so many rows of keys."""
+        if key_rows not in self._masks:
+            indices, counts = self._partial
+            full_indices, full_counts = self._full
+            query_rows = indices.shape[2] * BLOCK_TOKENS
+            self._masks[key_rows] = BlockMask.from_kv_blocks(
+                counts,
+                indices,
+                full_counts,
+                full_indices,
+                BLOCK_SIZE=BLOCK_TOKENS,
+                mask_mod=_causal_from(self._start),
+                seq_lengths=(query_rows, key_rows),
+                compute_q_blocks=False,
+            )
+        return self._masks[key_rows]
+
+    def _lay_rows(self, blocks: torch.Tensor, rows: slice, own: torch.Tensor) -> None:
+        """Fill the mask's rows for bool [heads, rows, key_blocks]; `own` is each row's block."""
+        heads, count, columns = blocks.shape
+        own = own[:, None].expand(heads, -1, 1)
+        indices, counts = self._partial
+        counts[0, :, rows].copy_(blocks.gather(2, own)[:, :, 0])
+        indices[0, :, rows, :1].copy_(own)
+        blocks = blocks.scatter(2, own, value=False)
+        indices, counts = self._full
+        read = blocks.sum(2, dtype=torch.int32)
+        counts[0, :, rows].copy_(read)
+        # Where each column goes: those that are read first, both parts ascending.
+        order = blocks.cumsum(2).sub_(1)
+        rest = torch.arange(columns, device=blocks.device) - order.add(1) + read[:, :, None]
+        order = torch.where(blocks, order, rest)
+        numbers = torch.arange(columns, dtype=torch.int32, device=blocks.device)
+        indices[0, :, rows, :columns].scatter_(2, order, numbers.expand(heads, count, -1))
+
+    def _call(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        by_head = (rows.transpose(0, 1).unsqueeze(0) for rows in (query, keys, values))
+        found: torch.Tensor = self._run(*by_head, self.mask(keys.shape[0]))
+        return found[0].transpose(0, 1)
+
+
+def _causal_from(start: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return a mask by which query `q` stands at position `start` + `q`."""
+
+    def sees(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        del batch, head
+        return query + start >= key
+
+    return sees
+
+
+def _attend_by_mask(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: BlockMask
+) -> Any:
+    grouped = query.shape[1] != keys.shape[1]
+    return flex_attention(query, keys, values, block_mask=mask, enable_gqa=grouped)
+
+
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with code of its own: compiled programs are counted, and kept, by code."""
+    plain = cast(types.FunctionType, function)
+    return types.FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)

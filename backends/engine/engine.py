@@ -28,7 +28,7 @@ from backends.base import (
 )
 from backends.digest import trace_logits
 from backends.engine import faults, memory
-from backends.engine.block_attention import MaskedAttention
+from backends.engine.block_attention import make_block_kernel
 from backends.engine.cache.base import (
     KVCache,
     OneStep,
@@ -129,7 +129,8 @@ class Engine:
         self._decoder = parts.decoder(
             blueprint.shape, source, self._device, blueprint.dtype, self._ops
         )
-        self._work = Workspace(self._allocate(blueprint.work_buffers()))
+        work = self._allocate(blueprint.work_buffers())
+        self._work = Workspace(work)
         self._decoder.work_in(self._work)
         self._scalars = Scalars.on(self._device)
         self._streams = make_streams(self._device, synchronise=settings.synchronise)
@@ -154,7 +155,7 @@ class Engine:
         if blueprint.policy.sparse:
             self._sparse = Sparse(
                 parts.selection(blueprint.policy),
-                MaskedAttention(self._work.attended),
+                make_block_kernel(self._device, work, self._work.attended),
                 self._work.query,
                 blueprint.shape.layers,
             )
@@ -187,6 +188,7 @@ class Engine:
         ]
         del passing
         for cache in self._caches():
+            self._warm_up_sparse(cache)
             sequence = cache.admit(-1, min(3, self._context_tokens))
             try:
                 if self._context_tokens >= 3:
@@ -197,6 +199,20 @@ class Engine:
         if self._captures:
             self._capture()
         torch.cuda.synchronize(self._device)
+
+    def _warm_up_sparse(self, cache: KVCache) -> None:
+        if self._sparse is None:
+            return
+        try:
+            self._sparse.warm_up(*cache.layer_rows())
+        except Exception as error:  # a compiler's, of many kinds
+            if _is_out_of_memory(error):
+                raise
+            raise ConfigurationError(
+                f"backend.policy.name={self._blueprint.policy.name}: its kernels cannot be "
+                f"compiled here ({type(error).__name__}: {_first_line(error)}); install Triton and "
+                "a PyTorch that fit this GPU, or use backend/policy=full."
+            ) from error
 
     def _capture(self) -> None:
         """Capture steps of one token: whole where keys lie still, else what is between copies."""
@@ -294,6 +310,9 @@ class Engine:
                 "prefix_cache_tokens": settings.offload.prefix_cache_tokens or 0,
             }
         return in_force | {
+            "compile_seconds": None
+            if self._sparse is None
+            else self._sparse.kernel.compile_seconds,
             "weight_bytes": self._decoder.weight_bytes,
             "device_buffer_bytes": self._device_buffer_bytes(),
             "host_buffer_bytes": sum(
@@ -309,6 +328,7 @@ class Engine:
         left_out = {
             "checkpoint",
             "checkpoint_tensors",
+            "compile_seconds",
             "device_buffer_bytes",
             "device_memory_gb",
             "host_buffer_bytes",

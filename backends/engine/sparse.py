@@ -100,6 +100,13 @@ class Sparse:
         self.query = query
         self.dense_from = DENSE_FROM[query.device.type]
 
+    def warm_up(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Compile all that will run for a cache whose layers are like these."""
+        self.kernel.warm_up(self.query, keys, values)
+        queries = min(self.query.shape[0], keys.shape[0])
+        for count in {queries, min(queries, BLOCK_TOKENS + 1)}:
+            self.policy.select(self.query[:count], keys[:count], 0, Place(0, count, count))
+
     def known(self, layer: int, place: Place) -> Chosen | None:
         """Return what is read where that follows from the place alone, blocks in CPU memory."""
         if self.policy.reads_keys:

@@ -23,7 +23,7 @@ from scripts.check.serving import Done, Failure, Life, Message, Step, Stream
 
 ROWS, MEMORY, REPORT = "rows.jsonl", "memory.jsonl", "report.md"
 FORMAT_VERSION = 1
-MEASURED = ("memory_plan",)
+MEASURED = ("compile_seconds", "memory_plan")
 """What an engine describes that is no setting, and may differ with what else the machine does."""
 
 

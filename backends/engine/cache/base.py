@@ -216,6 +216,10 @@ class KVCache(Protocol):
         """Give the request's room back, whatever state it is in."""
         ...
 
+    def layer_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values such as a `SparseStep` gives, whatever they hold."""
+        ...
+
     def device_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the buffers on the device by name."""
         ...

@@ -346,6 +346,12 @@ class OffloadCache:
         sequence.length = sequence.downloaded = sequence.reused = 0
         sequence.prefilled = False
 
+    def layer_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the buffers for whole layers; see `KVCache.layer_rows`."""
+        if self.whole is None:
+            raise AssertionError("no buffers for whole layers")
+        return self.whole.keys.rows, self.whole.values.rows
+
     def device_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the buffers on the device by name."""
         buffers = {"ring": self.slots, "tail": self.tail}

@@ -70,6 +70,10 @@ class ResidentCache:
             poison(self._keys, self._values)
         sequence.length = 0
 
+    def layer_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of the first layer; see `KVCache.layer_rows`."""
+        return self._keys[0], self._values[0]
+
     def device_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the buffers on the device by name."""
         return {"resident_keys": self._keys, "resident_values": self._values}
