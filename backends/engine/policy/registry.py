@@ -11,10 +11,12 @@ from backends.base import ConfigurationError
 from backends.engine.policy.a_shape import AShapePolicy
 from backends.engine.policy.base import Model, Policy
 from backends.engine.policy.full import FullPolicy
+from backends.engine.policy.minference import MInferencePolicy
+from backends.engine.policy.xattention import XAttentionPolicy
 from backends.engine.settings import require_name
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-    policy.name: policy for policy in (FullPolicy, AShapePolicy)
+    policy.name: policy for policy in (FullPolicy, XAttentionPolicy, MInferencePolicy, AShapePolicy)
 }
 """Each takes the Model, then its settings as keyword arguments."""
 

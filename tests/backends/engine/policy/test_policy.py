@@ -1,4 +1,5 @@
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,6 +8,7 @@ from backends.engine.policy import (
     POLICIES,
     FullPolicy,
     Model,
+    Place,
     dense_spans,
     make_policy,
     policy_name,
@@ -26,6 +28,87 @@ def test_dense_spans_hold_every_key_once_cut_at_multiples(keys, attend):
     else:
         assert {start // attend for start, _ in spans} == {start / attend for start, _ in spans}
         assert all(start // attend == (stop - 1) // attend for start, stop in spans)
+
+
+SPARSE = [
+    {"name": "xattention", "threshold": 0.5},
+    {"name": "xattention", "stride": 16, "threshold": [[0.3, 0.9, 0.6, 1.0], [0.5] * 4]},
+    {"name": "minference", "vertical": 40, "slash": 120},
+    {"name": "minference", "budget": 0.6},
+    {"name": "a_shape", "first_tokens": 1, "recent_tokens": 130},
+]
+
+
+def test_every_policy_is_among_the_sparse_ones_or_full():
+    assert {given["name"] for given in SPARSE} | {"full"} == set(POLICIES)
+
+
+@pytest.mark.parametrize("given_settings", SPARSE, ids=str)
+def test_blocks_are_causal_and_no_row_is_empty(given_settings, draw):
+    policy = make_policy(given_settings, MODEL)
+    assert policy.sparse
+
+    @settings(deadline=None, derandomize=True, max_examples=15)
+    @given(
+        first=st.integers(0, 4),
+        queries=st.integers(1, 400),
+        scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0]),
+        seed=st.integers(0, 100),
+    )
+    def check(first, queries, scale, seed):
+        place = Place(first * 128, queries, first * 128 + queries)
+        query, keys = draw(place.keys, MODEL, seed)
+        found = policy.select(query[place.start :] * scale, keys, seed % 2, place)
+        assert found.shape == (4, place.query_blocks, place.key_blocks)
+        own = place.first_block + torch.arange(place.query_blocks)
+        assert not found[:, torch.arange(place.key_blocks) > own[:, None]].any()
+        assert found[:, torch.arange(place.query_blocks), own].all()
+        assert found[:, :, 0].all()
+        known = policy.known(0, place)
+        assert (known is None) == policy.reads_keys
+        assert known is None or torch.equal(known, found)
+
+    check()
+
+
+@pytest.mark.parametrize("given_settings", SPARSE, ids=str)
+def test_nothing_is_kept_between_calls(given_settings, draw):
+    calls = []
+    for tokens, layer, seed in [(500, 0, 1), (500, 1, 1), (500, 0, 2), (130, 0, 3), (640, 1, 4)]:
+        query, keys = draw(tokens, MODEL, seed)
+        start = 0 if tokens % 128 else 256
+        calls.append((query[start:], keys, layer, Place(start, tokens - start, tokens)))
+    policy = make_policy(given_settings, MODEL)
+    held = repr(vars(policy))
+    alone = [make_policy(given_settings, MODEL).select(*call) for call in calls]
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 2, 0, 4, 1]):
+        copies = [tuple(part.clone() for part in calls[index][:2]) for index in order]
+        for index, (query, keys) in zip(order, copies, strict=True):
+            assert torch.equal(policy.select(query, keys, *calls[index][2:]), alone[index])
+            assert torch.equal(query, calls[index][0])
+            assert torch.equal(keys, calls[index][1])
+    assert repr(vars(policy)) == held
+
+
+@pytest.mark.parametrize("given_settings", SPARSE, ids=str)
+def test_heads_of_a_group_read_its_keys(given_settings, draw, whole):
+    """Grouped heads select what they would with keys of their own."""
+    query, keys = draw(500, MODEL)
+    grouped = make_policy(given_settings, MODEL)
+    apart = make_policy(given_settings, MODEL._replace(kv_heads=4))
+    assert torch.equal(
+        whole(grouped.select, query, keys),
+        whole(apart.select, query, keys.repeat_interleave(2, dim=1)),
+    )
+
+
+@pytest.mark.parametrize("given_settings", SPARSE, ids=str)
+def test_scratch_covers_what_is_returned_and_grows(given_settings):
+    policy = make_policy(given_settings, MODEL)
+    sizes = [policy.scratch_bytes(queries, 20_000) for queries in (1, 128, 8192, 20_000)]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 157 * 157
+    assert policy.scratch_bytes(128, 40_000) > policy.scratch_bytes(128, 20_000)
 
 
 def test_names():
