@@ -10,7 +10,7 @@ from backends.engine.policy.base import (
     dense_spans,
 )
 from backends.engine.policy.full import FullPolicy
-from backends.engine.policy.registry import POLICIES, make_policy, policy_name, policy_settings
+from backends.engine.policy.registry import POLICIES, make_policy, policy_settings
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -23,6 +23,5 @@ __all__ = [
     "causal_blocks",
     "dense_spans",
     "make_policy",
-    "policy_name",
     "policy_settings",
 ]

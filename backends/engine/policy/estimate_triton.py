@@ -266,7 +266,8 @@ def _mass_above(of_block, limit, visible, columns, block: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["head_stride", "block_stride", "first_block", "query_blocks", "key_blocks"]
+    do_not_specialize=["head_stride", "block_stride", "first_block", "query_blocks", "key_blocks"],
+    do_not_specialize_on_alignment=["kept"],
 )
 def keep_kernel(
     mass,

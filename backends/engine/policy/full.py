@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from backends.engine.policy.base import Model, Place, Span, dense_spans
+from backends.engine.policy.base import Model, Place
 
 
 class FullPolicy:
@@ -16,12 +16,8 @@ class FullPolicy:
     sparse = False
     reads_keys = False
 
-    def __init__(self, model: Model | None = None) -> None:
+    def __init__(self, model: Model) -> None:
         del model
-
-    def spans(self, keys: int, attend_tokens: int | None) -> tuple[Span, ...]:
-        """Return `dense_spans`. For callers that have not changed to it."""
-        return dense_spans(keys, attend_tokens)
 
     def known(self, layer: int, place: Place) -> torch.Tensor | None:
         """Return None: a dense policy is not asked."""

@@ -58,20 +58,6 @@ def make_policy(settings: Mapping[str, Any] | None, model: Model) -> Policy:
     return POLICIES[values.pop("name")](model, **values)
 
 
-def policy_name(settings: Mapping[str, Any] | None) -> str:
-    """Return the name in a policy's settings, for an engine that only knows dense attention.
-
-    Raises:
-        ConfigurationError: as `policy_settings`, or a sparse policy.
-    """
-    name = str(policy_settings(settings)["name"])
-    if name != FullPolicy.name:
-        raise ConfigurationError(
-            f"backend.policy.name={name}: this engine cannot run it yet; allowed: full."
-        )
-    return name
-
-
 def _no_such_setting(key: object, name: str, allowed: list[str]) -> ConfigurationError:
     close = difflib.get_close_matches(str(key), allowed, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

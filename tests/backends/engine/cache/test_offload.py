@@ -9,7 +9,7 @@ from backends.base import ConfigurationError, OutOfMemory
 from backends.engine.cache.base import KVLayout, Scalars, StepPlan
 from backends.engine.cache.offload import OffloadCache, OffloadGeometry, blocks_in_span
 from backends.engine.cache.resident import ResidentCache, resident_buffers
-from backends.engine.policy import FullPolicy
+from backends.engine.policy import dense_spans
 from backends.engine.streams import DeferredStreams
 
 CONTEXT = 60
@@ -48,7 +48,7 @@ def plan_steps(prompt_tokens, new_tokens, chunk, attend):
     steps = []
     for start, stop in pairwise(edges):
         count = stop - start
-        spans = FullPolicy().spans(start + (count == 1), attend)
+        spans = dense_spans(start + (count == 1), attend)
         # Layers that read nothing come last, as in a chunk whose logits nobody wants.
         reading = LAYERS if stop >= prompt_tokens else LAYERS - 1
         steps.append((start, StepPlan(count, spans, reading)))
@@ -193,7 +193,7 @@ def test_a_step_that_differs_from_its_announcement_reads_its_own_rows(sizes, one
         if kind == "none":
             return None
         keys = data.draw(st.integers(0, held), label="keys")
-        spans = FullPolicy().spans(keys, data.draw(st.integers(1, 30), label="cut"))
+        spans = dense_spans(keys, data.draw(st.integers(1, 30), label="cut"))
         first = data.draw(st.integers(0, len(spans)), label="first span")
         return StepPlan(1, spans[first:], data.draw(st.integers(0, LAYERS), label="reading"))
 
@@ -268,7 +268,7 @@ def test_a_request_that_ends_as_announced_loads_nothing_that_it_does_not_read():
 def test_a_request_released_in_mid_step_leaves_nothing_behind(layer):
     cache = make_cache(block=8, slots=2, chunk=20, attend=8)
     sequence = serve(cache, 40, 0, 20, 8, room=5)
-    step = cache.begin(sequence, StepPlan(5, FullPolicy().spans(40, 8), LAYERS))
+    step = cache.begin(sequence, StepPlan(5, dense_spans(40, 8), LAYERS))
     for before in range(layer):
         step.room(before)
         step.written(before)
@@ -286,7 +286,7 @@ def test_a_request_released_in_mid_step_leaves_nothing_behind(layer):
 def test_a_request_released_in_mid_decode_leaves_nothing_behind(layer):
     cache = make_cache(block=8, slots=2, chunk=20, attend=8, split=4)
     sequence = serve(cache, 40, 3, 20, 8, room=5, split=4)
-    plan = StepPlan(1, FullPolicy().spans(44, 8), LAYERS)
+    plan = StepPlan(1, dense_spans(44, 8), LAYERS)
     step = cache.begin_one(sequence, plan, Scalars.on(torch.device("cpu")))
     for before in range(layer):
         step.room(before)

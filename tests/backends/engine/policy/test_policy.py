@@ -11,7 +11,6 @@ from backends.engine.policy import (
     Place,
     dense_spans,
     make_policy,
-    policy_name,
     policy_settings,
 )
 
@@ -113,7 +112,7 @@ def test_scratch_covers_what_is_returned_and_grows(given_settings):
 
 def test_names():
     assert policy_settings(None) == {"name": "full"}
-    assert policy_name({"name": "full"}) == "full"
+    assert policy_settings({"name": "full"}) == {"name": "full"}
     assert all(make_policy({"name": name}, MODEL).name == name for name in POLICIES)
     assert isinstance(make_policy(None, MODEL), FullPolicy)
 
