@@ -44,8 +44,8 @@ AS_IT_MUST, NOT_AS_IT_MUST, WRONG, INTERRUPTED = 0, 1, 2, 130
 TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
 """Those of which figures of both one engine and fresh ones were published."""
 FAULT = "tracked_by_id"
-"""Of the three faults that stand for causes of the case, the one whose errors are most like its own:
-some of the answers, more of them with many keys. Of 16 of niah_single_1 at 2048 tokens on a CPU
+"""Of the three faults that stand for causes of the case the one with errors most like its own: some
+of the answers, more of them with many keys. Of 16 of niah_single_1 at 2048 tokens on a CPU
 cpu_kv_read_past_length spoils none, this one 4 and decode_buffer_kept 13."""
 BLOCKS = 8
 """In a context, by default: 4096 tokens each at 32768."""
