@@ -3,7 +3,8 @@
     python tests/servers/faulty.py --port 8000 --fault previous_answer
 
 It needs no model: the answer is read off the prompt, as backends/oracle.py does. `--at` says which
-requests the fault hits, counted from 0 without those for one token; by default all. With
+requests the fault hits, counted from 0 without those for one token; by default all; `--schedule
+1:cut,2:html` gives several a fault each. With
 `--tokenizer FILE` prompts may be ids, and usage and token ids are told.
 """
 
@@ -202,14 +203,17 @@ class Handler(BaseHTTPRequestHandler):
         with self.state.lock:
             first, tries = self.state.tries.get(prompt, (self.state.asked, 0))
             self.state.tries[prompt] = first, tries + 1
-            # A request that is sent again in a storm is the same one.
-            number = first if options.fault.startswith("storm") else self.state.asked
+            # A request that is sent again in a storm, or by a schedule, is the same one.
+            is_same = options.schedule or options.fault.startswith("storm")
+            number = first if is_same else self.state.asked
             self.state.asked += number == self.state.asked
-        if options.at is None or number in options.at:
-            method = getattr(self, f"fault_{options.fault}", None)
-            if method is not None:
-                method(body, prompt, tries)
-                return
+        fault = options.schedule.get(number)
+        if fault is None and (options.at is None or number in options.at):
+            fault = options.fault
+        method = getattr(self, f"fault_{fault}", None)
+        if method is not None:
+            method(body, prompt, tries)
+            return
         try:
             self.stream(body, self.state.answer(prompt))
         except RequestError as error:
@@ -299,9 +303,10 @@ class Handler(BaseHTTPRequestHandler):
         if answer is None:
             self.whole({"error": {"message": "prompt must be a string"}}, 400)
             return
+        limit = self.limit(body)
+        time.sleep(self.options.first_seconds if limit > 1 else 0)
         with self.state.lock:
             answer, self.state.left_over = self.state.left_over + answer, ""
-        limit = self.limit(body)
         pieces = [
             answer[start : start + PIECE_CHARACTERS]
             for start in range(0, len(answer), PIECE_CHARACTERS)
@@ -313,7 +318,6 @@ class Handler(BaseHTTPRequestHandler):
             self.whole(text)
             return
         self.begin("text/event-stream")
-        time.sleep(self.options.first_seconds if limit > 1 else 0)
         for number, piece in enumerate(pieces):
             if self.is_left():
                 if self.options.fault == "cancel_ignored":
@@ -398,11 +402,18 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+def scheduled(text: str) -> dict[int, str]:
+    """Return the fault of each request of 1:cut,2:html."""
+    pairs = (one.split(":") for one in text.split(","))
+    return {int(number): fault for number, fault in pairs}
+
+
 def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--fault", choices=["none", *FAULTS], default="none")
     parser.add_argument("--at", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--schedule", type=scheduled, default={})
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--models", type=lambda text: text.split(","), default=["needles"])
     parser.add_argument("--tokenizer")
