@@ -6,8 +6,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -219,20 +219,38 @@ def _schedule(plan: Plan, tokens: int, new_tokens: int) -> Iterator[tuple[int, i
         yield tokens, new_tokens
 
 
+def _engine(name: str, bench: Bench, plan: Plan, max_tokens: int) -> AbstractContextManager[Engine]:
+    settings = {"threads": plan.threads} | plan.settings_of(name)
+    return built(PRESETS[name], bench, plan.weights, max_tokens, settings)
+
+
 @contextmanager
-def _engine(name: str, bench: Bench, plan: Plan, max_tokens: int) -> Iterator[Engine]:
-    """Build one of our engines on random weights; its folder holds a config.json alone."""
+def built(
+    preset: Callable[..., Engine],
+    bench: Bench,
+    weights: RandomWeights,
+    max_tokens: int,
+    settings: Mapping[str, Any],
+) -> Iterator[Engine]:
+    """Build one of our engines on random weights; its folder holds a config.json alone.
+
+    Args:
+        preset: builds it.
+        bench: shape, device and number type.
+        weights: of the model.
+        max_tokens: of its longest request.
+        settings: the preset's further arguments.
+    """
     with tempfile.TemporaryDirectory(prefix="bench_engine-") as folder:
         config = json.dumps(bench.shape.config(max_tokens))
         (Path(folder) / "config.json").write_text(config)
-        engine = PRESETS[name](
+        engine = preset(
             model_path=folder,
             device=str(bench.device),
-            threads=plan.threads,
             max_model_len=max_tokens,
             dtype=str(bench.dtype).removeprefix("torch."),
-            weights=plan.weights,
-            **plan.settings_of(name),
+            weights=weights,
+            **settings,
         )
     try:
         yield engine

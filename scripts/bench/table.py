@@ -150,7 +150,7 @@ class Ratio:
 def render(manifest: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
     """Return the Markdown document of a folder: settings, ceilings, a table a length, ratios."""
     figures = Figures(manifest["settings"], rows)
-    parts = ["# Engine and transformers on one machine", _heading(manifest)]
+    parts = ["# Engine and transformers on one machine", heading(manifest)]
     parts += ["## Ceilings", *_ceilings(figures, manifest["runs"])]
     for tokens in figures.lengths():
         parts += [f"## {tokens} tokens", *_limits(figures, tokens), _length_table(figures, tokens)]
@@ -161,16 +161,29 @@ def render(manifest: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
             parts.append(markdown_table(("ratio", "value"), cells))
     if figures.lengths():
         parts.append(LEGEND)
-    failed = [row for row in rows.values() if row["error"] is not None]
-    if failed:
-        parts.append("## Not measured")
-        parts.append(
-            "\n".join(f"- {row['key']}: {markdown_cell(row['error'], None)}" for row in failed)
-        )
+    parts += not_measured(rows)
     return "\n\n".join(parts) + "\n"
 
 
-def _heading(manifest: Mapping[str, Any]) -> str:
+def not_measured(rows: Mapping[str, Row]) -> Iterator[str]:
+    """Yield a section about the rows that failed, where there are any."""
+    failed = [row for row in rows.values() if row["error"] is not None]
+    if failed:
+        yield "## Not measured"
+        yield "\n".join(f"- {row['key']}: {markdown_cell(row['error'], None)}" for row in failed)
+
+
+def left_out(runs: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield why attention kernels cannot run here, where there are any."""
+    found = {name: why for run in runs for name, why in run.get("kernels_left_out", {}).items()}
+    if found:
+        yield "Attention kernels that cannot run here:\n" + "\n".join(
+            f"- {markdown_cell(why, None)}" for why in found.values()
+        )
+
+
+def heading(manifest: Mapping[str, Any]) -> str:
+    """Return what all rows have in common, and the runs that they come from, as a list."""
     settings, runs = manifest["settings"], manifest["runs"]
     versions = ", ".join(f"{name} {value}" for name, value in settings["versions"].items())
     lines = [
@@ -201,11 +214,7 @@ def _ceilings(figures: Figures, runs: Iterable[Mapping[str, Any]]) -> Iterator[s
             rate = row["figures"]["operations_per_second"]
             cells.append((row["key"], f"{rate / 1e12:.4g} TFLOP/s"))
     yield markdown_table(("ceiling", "measured"), cells) if cells else "None was measured."
-    left_out = {name: why for run in runs for name, why in run.get("kernels_left_out", {}).items()}
-    if left_out:
-        yield "Attention kernels that cannot run here:\n" + "\n".join(
-            f"- {markdown_cell(why, None)}" for why in left_out.values()
-        )
+    yield from left_out(runs)
 
 
 def _limits(figures: Figures, tokens: int) -> Iterator[str]:
@@ -216,8 +225,8 @@ def _limits(figures: Figures, tokens: int) -> Iterator[str]:
     length = figures.attention_tokens(tokens)
     other = "" if length == tokens else f", with the attention rate measured at {length} tokens"
     yield (
-        f"Compute limit of the prefill: {_time(needed)} for what one answer needs, {_time(whole)} "
-        f"with all rows of the last layer{other}."
+        f"Compute limit of the prefill: {seconds_text(needed)} for what one answer needs, "
+        f"{seconds_text(whole)} with all rows of the last layer{other}."
     )
 
 
@@ -247,16 +256,16 @@ def _prefill_cells(figures: Figures, row: Row) -> tuple[str, ...]:
     limit = figures.prefill_limit(tokens)
     return (
         f"{_title(row)}: prefill",
-        _time(seconds),
+        seconds_text(seconds),
         f"{tokens / seconds:,.0f}",
-        _time(limit),
+        seconds_text(limit),
         _share(limit, seconds),
         _share(figures.prefill_limit(tokens, all_rows=True), seconds),
         _compared(figures, row, "prefill_seconds"),
         _over_weights(found),
         _moved(found.get("up_bytes"), found.get("expected_up_bytes")),
         _moved(found.get("down_bytes"), found.get("expected_down_bytes")),
-        _time(found["construct_seconds"]),
+        seconds_text(found["construct_seconds"]),
     )
 
 
@@ -272,9 +281,9 @@ def _decode_cells(figures: Figures, row: Row) -> tuple[str, ...]:
     kind = "memory" if on_device else "copy"
     return (
         f"{_title(row)}: decode, a token",
-        _time(seconds),
+        seconds_text(seconds),
         f"{1 / seconds:,.2f}",
-        NONE if limit is None else f"{_time(limit)} ({kind})",
+        NONE if limit is None else f"{seconds_text(limit)} ({kind})",
         _share(limit, seconds),
         NONE,
         _compared(figures, row, "decode_seconds"),
@@ -296,8 +305,8 @@ def _decode_expected(figures: Figures, row: Row) -> int | None:
 
 def _over_weights(found: Mapping[str, Any]) -> str:
     planned = found.get("planned_bytes")
-    beside = f" ({_gib(planned['over_weights_bytes'])})" if planned else ""
-    return _gib(found.get("over_weights_bytes")) + beside
+    beside = f" ({gib_text(planned['over_weights_bytes'])})" if planned else ""
+    return gib_text(found.get("over_weights_bytes")) + beside
 
 
 def _title(row: Row) -> str:
@@ -358,10 +367,10 @@ def _ratios(figures: Figures, tokens: int) -> Iterator[Ratio]:
     if layerwise is not None:
         yield from _speed(figures, tokens, LAYERWISE, layerwise, "prefill_seconds")
         yield from _same_bits(resident, layerwise)
-        yield Ratio(f"{LAYERWISE} over weights, GiB", _gib(layerwise["over_weights_bytes"]))
+        yield Ratio(f"{LAYERWISE} over weights, GiB", gib_text(layerwise["over_weights_bytes"]))
     if chunked is not None:
         yield _limit_ratio(figures, tokens, CHUNKED, chunked)
-        yield Ratio(f"{CHUNKED} over weights, GiB", _gib(chunked["over_weights_bytes"]))
+        yield Ratio(f"{CHUNKED} over weights, GiB", gib_text(chunked["over_weights_bytes"]))
     for name, found in ((LAYERWISE, layerwise), (CHUNKED, chunked)):
         if found is not None and found["decode_seconds"] is not None:
             share = _share(figures.copy_limit(tokens), found["decode_seconds"])
@@ -426,7 +435,8 @@ def _same_tokens(figures: Figures, tokens: int) -> Iterator[Ratio]:
 # --- cells --------------------------------------------------------------------------------------
 
 
-def _time(seconds: float | None) -> str:
+def seconds_text(seconds: float | None) -> str:
+    """Return a time in s or ms."""
     if seconds is None:
         return NONE
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
@@ -436,7 +446,8 @@ def _share(limit: float | None, seconds: float) -> str:
     return NONE if limit is None else f"{limit / seconds:.3f}"
 
 
-def _gib(count: float | None) -> str:
+def gib_text(count: float | None) -> str:
+    """Return a number of bytes in GiB."""
     return NONE if count is None else f"{count / 2**30:.3f}"
 
 
