@@ -1,0 +1,96 @@
+"""The cells of the comparison: a policy's runs of every task and length, one folder each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ruler_bench.config import Cell
+from ruler_bench.journal import read_run
+from ruler_bench.model_files import model_folder
+from ruler_bench.report import Run
+from ruler_bench.run import INTERRUPTED, least_context_tokens, load_tokenizers, run_cell
+from scripts.accuracy.engines import Kept
+from scripts.accuracy.policies import PolicySpec
+from scripts.detector.runner import cell_of
+
+RUNS = "runs"
+NOTE = (
+    "one engine answers all cells of a policy, one after the other; positions count from the start "
+    "of each cell"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+        folder: of the comparison.
+        tasks, lengths, samples: asked of every policy.
+        overrides: of every run: model, device and what else a user sets.
+    """
+
+    folder: Path
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    overrides: tuple[str, ...]
+
+    def places(self) -> Iterator[tuple[int, str]]:
+        """Yield length and task of each cell of a policy."""
+        for length in self.lengths:
+            for task in self.tasks:
+                yield length, task
+
+    def folder_of(self, policy: PolicySpec, length: int, task: str) -> Path:
+        """Return the run folder of a cell."""
+        return self.folder / RUNS / policy.folder / str(length) / task
+
+    def cell(self, policy: PolicySpec, length: int, task: str) -> Cell:
+        """Compose a cell with the context of the longest, so that one engine suits all.
+
+        Raises:
+            UsageError: an override is wrong.
+        """
+        context = self._context_tokens(self._compose(policy, max(self.lengths), task, []))
+        return self._compose(policy, length, task, [f"backend.max_model_len={context}"])
+
+    def _compose(self, policy: PolicySpec, length: int, task: str, more: Sequence[str]) -> Cell:
+        overrides = [
+            f"task={task}",
+            f"length={length}",
+            f"num_samples={self.samples}",
+            "fresh=inprocess",
+            f"note='{NOTE}'",
+            *policy.overrides(),
+            *self.overrides,
+            *more,
+        ]
+        return cell_of(overrides, self.folder_of(policy, length, task))
+
+    def _context_tokens(self, cell: Cell) -> int:
+        model = model_folder(cell.model_path)
+        return least_context_tokens(cell, model, load_tokenizers(cell, model)[1])
+
+
+def run_policy(plan: Plan, policy: PolicySpec) -> None:
+    """Run every cell of a policy, or what is missing of it, on one engine.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+        KeyboardInterrupt: a run was interrupted; the same call goes on.
+    """
+    engines = Kept()
+    try:
+        for length, task in plan.places():
+            if run_cell(plan.cell(policy, length, task), build_here=engines).status == INTERRUPTED:
+                raise KeyboardInterrupt
+    finally:
+        engines.close()
+
+
+def run_of(plan: Plan, policy: PolicySpec, length: int, task: str) -> Run | None:
+    """Return what a cell's folder holds; None where it was not run."""
+    return read_run(plan.folder_of(policy, length, task))
