@@ -22,9 +22,12 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
 from backends.base import ConfigurationError
 from backends.engine.parts import Parts
-from backends.engine.seeded import blocks, edges, races, requests
+from backends.engine.policy import BLOCK_TOKENS, Place
+from backends.engine.seeded import blocks, edges, patterns, races, requests
 from backends.engine.settings import require_name
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ Verdict = Literal["leak", "race", "engine_fault"]
 
 SHORT_TAIL_TOKENS = 8
 """A seven-digit answer has a few tokens more."""
+
+
+ALWAYS_READ_BLOCKS = 2
+"""The first block and a query's own: every policy reads these, whatever is in them."""
 
 
 class Need(NamedTuple):
@@ -55,7 +62,7 @@ class Fault:
 
     Attributes:
         description: what goes wrong.
-        source: a public bug that it stands for, repository#thread.
+        source: a public bug that it stands for, repository#thread, or code, repository@commit.
         kind: its letter, see above.
         expected: the verdict that is right.
         settings: command-line overrides under which it shows.
@@ -121,10 +128,45 @@ def _fills_blocks(blueprint: Blueprint) -> bool:
     return step % blueprint.attend_tokens == 0 and step < blueprint.context_tokens
 
 
+def _reads_spans(blueprint: Blueprint) -> bool:
+    return not blueprint.policy.sparse
+
+
+def _ever_reads_spans(blueprint: Blueprint) -> bool:
+    return not blueprint.policy.sparse or not blueprint.decodes_by_splits
+
+
+def _merges(blueprint: Blueprint) -> bool:
+    if not blueprint.policy.sparse:
+        return blueprint.merges
+    # Sparse prefill merges nothing; a step of one token does where its spans are cut.
+    return not blueprint.decodes_by_splits and blueprint.attend_tokens < blueprint.context_tokens
+
+
+def _looks(blueprint: Blueprint) -> bool:
+    """Say whether what is kept depends on queries and keys, in some layer, and may differ."""
+    policy, shape = blueprint.policy, blueprint.shape
+    if not policy.sparse or not policy.reads_keys:
+        return False
+    if blueprint.context_tokens <= ALWAYS_READ_BLOCKS * BLOCK_TOKENS:
+        return False
+    query = torch.zeros(2, shape.heads, shape.head_dim)
+    keys = torch.zeros(2, shape.kv_heads, shape.head_dim)
+    found = (policy.select(query, keys, layer, Place(0, 2, 2)) for layer in range(shape.layers))
+    return any(blocks is not None for blocks in found)
+
+
 OFFLOAD = Need("every request's keys and values in CPU memory", _offloads)
 STREAMING = Need("more blocks than slots", _streams)
 CHUNKS = Need("prompts of several chunks", lambda drawn: drawn.chunk_tokens < drawn.context_tokens)
-MERGES = Need("attention in several pieces", lambda drawn: drawn.merges)
+MERGES = Need("attention in several pieces", _merges)
+SPANS = Need("prefill that reads spans, as with backend/policy=full", _reads_spans)
+SPANS_EVER = Need("steps that read spans, as with backend/policy=full", _ever_reads_spans)
+LOOKS = Need(
+    "a policy that leaves out blocks by queries and keys, and prompts of more than "
+    f"{ALWAYS_READ_BLOCKS * BLOCK_TOKENS} tokens",
+    _looks,
+)
 BLOCKS = Need(
     "several blocks a request",
     lambda drawn: drawn.geometry is not None and drawn.geometry.blocks > 1,
@@ -167,7 +209,7 @@ FAULTS: Mapping[str, Fault] = {
         "leak",
         TWO_SLOTS,
         {"offload_cache": requests.ReadsPastLength},
-        (OFFLOAD, CHUNKS, BLOCKS),
+        (OFFLOAD, CHUNKS, BLOCKS, SPANS),
     ),
     "decode_buffer_kept": Fault(
         "The buffer of new tokens still counts the rows of the last answer.",
@@ -272,7 +314,7 @@ FAULTS: Mapping[str, Fault] = {
         "engine_fault",
         ["backend=offload"],
         {"offload_cache": edges.DropsFullBlocks},
-        (OFFLOAD, CHUNKS, FILLED_BLOCKS),
+        (OFFLOAD, CHUNKS, FILLED_BLOCKS, SPANS_EVER),
     ),
     "accumulator_not_rescaled": Fault(
         "Partial results of attention are merged without rescaling the earlier ones.",
@@ -309,6 +351,15 @@ FAULTS: Mapping[str, Fault] = {
         {"offload_cache": blocks.LosesBlocks},
         (OFFLOAD, BLOCKS, NO_PREFIXES),
         arm="aged",
+    ),
+    "pattern_of_the_first_prompt": Fault(
+        "The blocks that the first prompt read are kept, and every later prompt reads them.",
+        "microsoft/MInference@fb56c91",
+        "A",
+        "leak",
+        ["backend=xattn"],
+        {"selection": patterns.KeepsFirstPattern},
+        (LOOKS,),
     ),
 }
 """The faults by name."""

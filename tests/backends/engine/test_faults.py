@@ -11,7 +11,7 @@ import yaml
 
 from backends.base import ConfigurationError, Request, RequestCancelled
 from backends.engine import engine as engine_module
-from backends.engine import gpu_only, offload, offload_layerwise
+from backends.engine import gpu_only, minference, offload, offload_layerwise, xattn
 from backends.engine.attention import Attended
 from backends.engine.cache.blocks import BlockPool
 from backends.engine.cache.offload import OffloadCache, OffloadStep
@@ -24,7 +24,12 @@ from backends.engine.seeded import races
 from backends.engine.sparse import Selection
 from backends.engine.steps import Attention
 
-PRESETS = {"gpu_only": gpu_only, "offload": offload, "offload_layerwise": offload_layerwise}
+PRESETS = {
+    "gpu_only": gpu_only,
+    "offload": offload,
+    "offload_layerwise": offload_layerwise,
+    "xattn": xattn,
+}
 CONTEXT, NEW = 2048, 9
 LENGTHS = (1290, 1201, 1262)
 VOCABULARY_OF_PROBE = 4096
@@ -53,6 +58,7 @@ ISSUE = [
     "ring_overflow_at_last_token",
     "stale_decode_input",
     "block_lost_each_request",
+    "pattern_of_the_first_prompt",
 ]
 
 
@@ -119,7 +125,7 @@ def test_the_faults_asked_for_are_there_and_described():
     for name, fault in FAULTS.items():
         assert re.fullmatch("[a-z]+(_[a-z]+)+", name)
         assert fault.description.endswith(".")
-        assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", fault.source)
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+(#\d+|@[0-9a-f]{7})", fault.source)
         assert fault.kind in "ABCDEFGHI"
         assert fault.expected in {"leak", "race", "engine_fault"}
         assert all(override.startswith("backend") for override in fault.settings)
@@ -200,7 +206,12 @@ class TorchForOneToken(TorchOps):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, fault in FAULTS.items() if fault.expected != "engine_fault"]
+    "name",
+    [
+        name
+        for name, fault in FAULTS.items()
+        if fault.expected != "engine_fault" and "backend=offload" in fault.settings
+    ],
 )
 def test_faults_show_through_the_kernels_for_one_token(name, tiny, prompt, ask, monkeypatch):
     """As GPUs decode: what a fault does to prompts and to copies is the same there."""
@@ -423,3 +434,91 @@ def test_recorded_rotations_are_those_of_the_positions_that_the_decoder_was_give
 
     assert differ(folders[None, 40], folders[None, 64]) == 0
     assert differ(folders[None, 40], folders["positions_restart_each_chunk", 40]) == 1
+
+
+SPARSE = {
+    "max_model_len": 640,
+    "chunk_tokens": 128,
+    "attend_tokens": 64,
+    "kvcache_block_size": 64,
+    "num_gpu_blocks": 2,
+    "policy": {"name": "xattention", "threshold": 0.7},
+}
+SPARSE_LENGTHS = (450, 500)
+
+
+@pytest.fixture(scope="module")
+def long_tiny(save_model):
+    return save_model(max_position_embeddings=1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("pattern_of_the_first_prompt", {}),
+        ("decode_buffer_kept", {}),
+        ("tracked_by_id", {}),
+        ("stale_block_table", {}),
+        (
+            "truncated_prefix_hash",
+            {"prefix_cache": True, "prefix_cache_tokens": 640, "kvcache_block_size": 128},
+        ),
+        ("slot_loaded_while_read", {}),
+        ("slot_read_before_load", {}),
+        ("download_read_early", {}),
+        ("stale_decode_input", {}),
+        ("partial_block_copied_whole", {"kvcache_block_size": 96, "num_gpu_blocks": 4}),
+        ("positions_restart_each_chunk", {}),
+        ("block_dropped_at_exact_multiple", {}),
+        ("accumulator_not_rescaled", {}),
+    ],
+)
+def test_faults_show_beside_sparse_prefill(request, name, settings):
+    """Those that are not refused: what they do to whole layers, to decode and to tables."""
+    long_tiny, prompt, monkeypatch = map(
+        request.getfixturevalue, ("long_tiny", "prompt", "monkeypatch")
+    )
+    monkeypatch.setattr(races, "_heads", lambda: True)
+    alike = prompt(16)
+    asked = [alike + prompt(tokens - 16, seed=tokens) for tokens in SPARSE_LENGTHS]
+    wanted = serve(build(long_tiny, **SPARSE | settings), asked, 4)
+    got = serve(build(long_tiny, name, **SPARSE | settings), asked, 4)
+    late = FAULTS[name].expected != "engine_fault"
+    assert [same(*pair) for pair in zip(got, wanted, strict=True)] == [late, False]
+
+
+def test_a_kept_pattern_is_laid_over_prompts_of_any_length(long_tiny, ask):
+    policy = {"name": "minference", "vertical": 31, "slash": 101}
+    settings = {"max_model_len": 900, "policy": policy}
+    for lengths in ((600, 800), (800, 600)):
+        engine = minference(
+            model_path=str(long_tiny), fault="pattern_of_the_first_prompt", **settings
+        )
+        sound = minference(model_path=str(long_tiny), **settings)
+        good = [
+            same(ask(engine, tokens, 3, request_id=at), ask(sound, tokens, 3, request_id=at))
+            for at, tokens in enumerate(lengths)
+        ]
+        assert good == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "needs"),
+    [
+        ("pattern_of_the_first_prompt", {"name": "full"}, "leaves out blocks by queries and keys"),
+        ("pattern_of_the_first_prompt", {"name": "a_shape"}, "leaves out blocks by queries"),
+        (
+            "pattern_of_the_first_prompt",
+            {"name": "xattention", "threshold": 1.0},
+            "leaves out blocks by queries",
+        ),
+        ("pattern_of_the_first_prompt", {"name": "minference", "budget": 1}, "leaves out blocks"),
+        ("cpu_kv_read_past_length", {"name": "xattention"}, "prefill that reads spans"),
+    ],
+)
+def test_policies_that_cannot_show_a_fault_are_refused(name, policy, needs, long_tiny):
+    with pytest.raises(ConfigurationError, match=f"backend.fault={name} cannot show") as error:
+        build(long_tiny, name, **SPARSE | {"policy": policy})
+    assert needs in str(error.value)
+    with pytest.raises(ConfigurationError, match="prompts of more than 256 tokens"):
+        xattn(model_path=str(long_tiny), fault="pattern_of_the_first_prompt", max_model_len=256)
