@@ -7,6 +7,7 @@ into their folder, since `hydra.main` drops return values.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -99,7 +100,10 @@ def run_app(config_name: str, job: Job) -> list[JobResult]:
         version_base="1.3", config_path=str(config_dir().absolute()), config_name=config_name
     )(task)
     try:
-        app()
+        with _flags_for_people(config_name):
+            app()
+    except UsageError:
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_our_words(error, config_name) from error
     except Exception as error:
@@ -107,6 +111,25 @@ def run_app(config_name: str, job: Job) -> list[JobResult]:
             raise
         raise UsageError(f"the command line cannot be read: {one_line(error)}") from error
     return results
+
+
+@contextlib.contextmanager
+def _flags_for_people(config_name: str) -> Iterator[None]:
+    """Let wrong flags be an error of one line; Hydra's parser prints every flag that it has.
+
+    Raises:
+        UsageError: names the flag and, of a setting with dashes, how it is written.
+    """
+
+    def error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise _wrong_flag(message, config_name)
+
+    before = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = error  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]
 
 
 def _guarded(job: Job, config: DictConfig) -> JobResult:
@@ -215,7 +238,7 @@ def _check_values(arguments: list[str]) -> None:
     """Refuse overrides that Hydra would take in silence and that mean nothing.
 
     Raises:
-        UsageError: `key=` without a value; `+key=value`, which would add an unknown key.
+        UsageError: `key=` without a value, arms without brackets, or a group without a name.
     """
     for argument in arguments:
         if argument.startswith("-") or "=" not in argument:
@@ -225,6 +248,10 @@ def _check_values(arguments: list[str]) -> None:
             raise UsageError(f"{argument}: has no key; settings are key=value.")
         if value == "":
             raise UsageError(f"{argument}: has no value; write {key}=VALUE or {key}=null.")
+        if key == "arms" and value[0] not in "[$'\"":
+            raise UsageError(
+                f"{argument}: must be a list in brackets, for instance arms=[persistent,fresh]."
+            )
         if key in GROUPS:
             _check_choices(key, value)
 
@@ -243,6 +270,22 @@ def _check_choices(group: str, value: str) -> None:
     if value in ("null", "true", "false") or not _CHOICES.fullmatch(value):
         names = sorted(one.stem for one in (config_dir() / group).glob("*.yaml"))
         raise UsageError(f"{group}={value}: must be one of {', '.join(names)}.")
+
+
+def _wrong_flag(message: str, config_name: str) -> UsageError:
+    """Put into our words what Hydra's parser says of an argument that begins with a dash."""
+    what, _, words = message.partition(": ")
+    if what != "unrecognized arguments":
+        return UsageError(f"{message.replace('argument ', '', 1)}. --help lists the settings.")
+    flag = words.split()[0]
+    key, equals, value = flag.lstrip("-").partition("=")
+    known = _known_keys(config_name)
+    close = nearest(key.replace("-", "_"), [*known, *GROUPS])
+    hint = f" Did you mean {close}={value if equals else 'VALUE'}?" if close else ""
+    return UsageError(
+        f"{flag}: there is no such option; settings are key=value, without dashes.{hint} "
+        "--help lists them."
+    )
 
 
 def _in_our_words(error: Exception, config_name: str) -> UsageError:
@@ -284,8 +327,13 @@ def _bad_key(key: str, error: OmegaConfBaseException, config_name: str) -> Usage
         return _unknown_key(key, config_name)
     match = re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text)
     if match:
-        kind = {"Integer": "an integer"}.get(match[2], match[2])
+        kind = {"Integer": "an integer", "Float": "a number"}.get(match[2], match[2])
         return UsageError(f"{key}={match[1]}: must be {kind}.")
+    match = re.match(r"Cannot convert '.*' to string: '(.*)'", text)
+    if match:
+        return UsageError(f"{key}={match[1]}: must be text.")
+    if text.endswith("is not Optional"):
+        return UsageError(f"{key}=null: must have a value; leave it out for the default.")
     match = re.match(r"Value '(.*)' is not a valid bool", text)
     if match:
         return UsageError(f"{key}={match[1]}: must be true or false.")

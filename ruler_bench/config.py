@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ruler_bench.errors import UsageError, unknown_name
-from ruler_bench.leak.arms import REFERENCES, SPELLINGS, kind_of
+from ruler_bench.leak.arms import REFERENCES, SPELLINGS, kind_of, variant_of
 from ruler_bench.leak.diagnose import arms_of_diagnosis
+from ruler_bench.streams import SAMPLE, streams
 from ruler_bench.tasks import TaskSpec
 
 MAX_SEED = 2**32 - 1
@@ -386,6 +387,8 @@ def check_arms(arms: Sequence[str]) -> tuple[str, ...]:
     if not arms:
         raise UsageError(f"arms=[]: names no arm. Allowed: {', '.join(sorted(SPELLINGS))}.")
     for arm in arms:
+        if not isinstance(arm, str):
+            raise UsageError(f"arms={_shown(list(arms))}: {_shown(arm)} is no name of an arm.")
         kind_of(arm)
     if len(set(arms)) != len(arms):
         raise UsageError(f"arms={_shown(list(arms))}: names an arm twice.")
@@ -416,6 +419,75 @@ def check_fresh(fresh: Fresh, arms: Sequence[str], workers: int) -> None:
             f"fresh.on=suspects: arms={_shown(list(arms))} names no arm that could find suspects; "
             "add persistent, or use fresh.on=all."
         )
+
+
+BIT_KEYS = ("chunk_tokens", "attend_tokens")
+"""Settings whose other values promise other bits."""
+
+
+def check_given(
+    given: Collection[str], arms: Sequence[str], fresh: Fresh, workers: int = 1
+) -> None:
+    """Refuse settings that these arms would not use: what a user sets is never dropped in silence.
+
+    Args:
+        given: keys that the user set.
+        arms: to run.
+        fresh: how.
+        workers: fresh engines at a time.
+
+    Raises:
+        UsageError: names the key and the arms that would use it.
+    """
+    named = f"arms={_shown(list(arms))}"
+    needs_fresh = {"fresh.on", "fresh.audit"} | ({"workers"} if workers > 1 else set())
+    if not any(kind_of(arm).is_fresh for arm in arms):
+        for key in sorted(needs_fresh & set(given)):
+            raise UsageError(
+                f"{key}: {named} has no arm with an engine for each sample, so that it would do "
+                "nothing; add fresh, or leave it out."
+            )
+    if "timeout_seconds" in given and fresh.engine == "inprocess":
+        raise UsageError(
+            "timeout_seconds: with fresh=inprocess nothing can end an engine that hangs, so that "
+            "it would do nothing; use fresh=process, or leave it out."
+        )
+    same = [arm for arm in arms if _keeps_bits(arm)]
+    if "stop_on" in given and len(same) < 2 and not any(map(_asks_twice, same)):
+        raise UsageError(
+            f"stop_on: {named} never asks the same twice under the same settings, so that it would "
+            "do nothing; add fresh or persistent_again, or leave it out."
+        )
+    if "max_unstable" in given and len(arms) < 2:
+        raise UsageError(
+            f"max_unstable: {named} gives no verdict, so that it would do nothing; add fresh and "
+            "fresh_again, or leave it out."
+        )
+    for key in sorted(given):
+        if key.partition(".")[0] in ("backend@reference", "reference") and not (
+            {*REFERENCES} & {*arms}
+        ):
+            raise UsageError(
+                f"{key}: {named} has no arm reference, so that it would do nothing; add it, or "
+                "leave the setting out."
+            )
+
+
+def _asks_twice(arm: str) -> bool:
+    """Tell whether an arm asks a sample more than once, so that it can contradict itself."""
+    (stream,) = streams([arm], [0], boundary_units=[2])
+    asked = [one for one in stream.steps if one.source == SAMPLE and one.ordinal == 0]
+    return sum(one.scored for one in asked) > 1
+
+
+def _keeps_bits(arm: str) -> bool:
+    """Tell whether an arm's answers may have to be those of the run's own settings."""
+    variant = variant_of(arm)
+    if arm in REFERENCES or variant is None:
+        return arm not in REFERENCES
+    return variant.preset is None and not any(
+        key in BIT_KEYS for keys, _ in variant.settings for key in keys
+    )
 
 
 def resolve_device(device: str) -> str:
@@ -567,7 +639,10 @@ def cells(
         raise unknown_name("stop_on", config.stop_on, STOP_ON)
     folder = _result_folder(config, choices, overrides, lengths, swept)
     is_diagnosis = choices.get("experiment") == "diagnose"
-    chooses_arms = not is_diagnosis or any(one.startswith("arms=") for one in overrides)
+    given = {one.lstrip("+~").partition("=")[0] for one in overrides}
+    chooses_arms = not is_diagnosis or "arms" in given
+    first = arms if chooses_arms else arms_of_diagnosis(backend_settings, lengths[0])
+    check_given(given - _set_to_nothing(overrides), first, fresh, config.workers)
     return [
         Cell(
             task=spec,
@@ -596,6 +671,12 @@ def cells(
         )
         for length in lengths
     ]
+
+
+def _set_to_nothing(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that the user set to null, which leaves them out."""
+    pairs = (one.lstrip("+~").partition("=") for one in overrides)
+    return {key for key, _, value in pairs if value == "null"}
 
 
 def _fresh(config: DictConfig) -> Fresh:

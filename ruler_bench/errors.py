@@ -12,9 +12,23 @@ class UsageError(ConfigurationError):
     """A command, key, value or file of the user's is wrong; ends with status 2."""
 
 
+CUTOFF = 0.55
+"""How alike a name must be to be suggested, 0 to 1."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name closest to `name`, or None when none is close."""
-    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)), None)
+    """Return the allowed name closest to `name`, or None when none is close.
+
+    Of dotted names with the same beginning only the ends are compared: what all have in common
+    makes nothing alike.
+    """
+    prefix, dot, end = name.rpartition(".")
+    names = list(allowed)
+    ends = [one.removeprefix(prefix + dot) for one in names if one.rpartition(".")[0] == prefix]
+    if dot and ends:
+        close = difflib.get_close_matches(end, ends, n=1, cutoff=CUTOFF)
+        return prefix + dot + close[0] if close else None
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=CUTOFF)), None)
 
 
 def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UsageError:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.utils import get_object
 from omegaconf import MISSING
 
 from backends.base import HARNESS_ARGUMENTS, Backend, ConfigurationError
-from ruler_bench.errors import UsageError, one_line, unknown_name
+from ruler_bench.errors import UsageError, nearest, one_line, unknown_name
 from ruler_bench.leak.arms import CANCEL, kind_of, variant_of
 
 TARGET = "_target_"
@@ -37,18 +38,39 @@ def backend_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
             "backend._target_ is missing: name the class, "
             "for instance backend=custom backend._target_=my_package.MyEngine"
         )
+    if "." not in target:
+        raise UsageError(
+            f"backend._target_={target}: must be MODULE.CLASS, for instance my_package.MyEngine."
+        )
     try:
         found: Callable[..., Backend] = get_object(target)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an engine's module may do anything when imported
         reason = error.__cause__ or error
+        module = sys.modules.get(target.rpartition(".")[0])
+        if module is not None:
+            raise _no_such_class(target, module) from error
         raise UsageError(
             f"backend._target_={target}: cannot be imported ({type(reason).__name__}: "
             f"{one_line(reason)}). Check the name; its module must lie in the folder you run in, "
             "on PYTHONPATH, or be installed."
         ) from error
     return found
+
+
+def _no_such_class(target: str, module: ModuleType) -> UsageError:
+    """Return the error of a name that its module, which can be imported, has not."""
+    path, _, name = target.rpartition(".")
+    own = [
+        key
+        for key, one in vars(module).items()
+        if callable(getattr(one, "generate", None)) and not key.startswith("_")
+    ]
+    close = nearest(name, own)
+    hint = f" Did you mean {path}.{close}?" if close else ""
+    listed = f" Engines in it: {', '.join(sorted(own))}." if own else ""
+    return UsageError(f"backend._target_={target}: {path} has no {name}.{hint}{listed}")
 
 
 def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:

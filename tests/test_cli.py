@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import sys
 
 import pytest
 
@@ -41,6 +43,27 @@ BAD_LINES = {
     "indices=[-1]": "-1 is out of range",
     "indices=[0-4,3]": "names ordinal 3 twice",
     "indices=7": "must be a list of ordinals and ranges",
+    "--lenght=3": "--lenght=3: there is no such option; settings are key=value, without dashes. "
+    "Did you mean length=3?",
+    "--dry-run": "Did you mean dry_run=VALUE?",
+    "--backend=oracle": "Did you mean backend=oracle?",
+    "-x": "-x: there is no such option",
+    "--cfg": "--cfg/-c: expected one argument",
+    "--info=all_of_it": "--info/-i: invalid choice: 'all_of_it'",
+    "--c=job": "ambiguous option: --c=job could match",
+    "zzz=3": "unknown key zzz. Allowed: arms",
+    "backend.xyz=1": "unknown key backend.xyz. Allowed: backend._target_",
+    "fresh.zzz=1": "unknown key fresh.zzz. Allowed: fresh.audit",
+    "arms=fresh": "arms=fresh: must be a list in brackets, for instance arms=[persistent,fresh]",
+    "arms=persistent,fresh": "arms=persistent,fresh: must be a list in brackets",
+    "arms={fresh:1}": "must be a list in brackets",
+    "arms=[[fresh]]": "arms=[['fresh']]: [fresh] is no name of an arm",
+    "note=[1]": "note=[1]: must be text",
+    "seed=null": "seed=null: must have a value",
+    "timeout_seconds=long": "timeout_seconds=long: must be a number",
+    "backend._target_=Oracle": "must be MODULE.CLASS",
+    "backend._target_=backends.oracle.Orcale": "backends.oracle has no Orcale. Did you mean "
+    "backends.oracle.Oracle? Engines in it: Oracle.",
     "arms=[presistent]": "unknown arm 'presistent'. Did you mean 'persistent'?",
     "device=gpu": "unknown device 'gpu'.",
     "overwrite=perhaps": "overwrite=perhaps: must be true or false",
@@ -95,6 +118,8 @@ def test_help_explains_the_keys_and_lists_the_choices(cli):
     assert finished.status == 0
     for word in ("niah_multikey_3", "offload", "num_samples", "indices=[0-4,9]", "Exit status"):
         assert word in finished.out
+    for path in (config_dir() / "experiment").glob("*.yaml"):
+        assert re.search(rf"^ *{path.stem}  +\S", finished.out, re.MULTILINE), path.stem
 
 
 def test_a_sweep_gives_each_cell_its_folder_and_joins_the_tables(cli, workdir):
@@ -367,6 +392,14 @@ def test_every_experiment_runs(cli, path):
     finished = cli(f"experiment={path.stem}", "device=cpu", "length=2048", "num_samples=1")
     assert finished.status == 0, finished.err
     assert "100.00" in finished.out
+
+
+@pytest.mark.parametrize("backend", ["oracle", "gpu_only", "offload_layerwise", "hf"])
+@pytest.mark.parametrize("path", sorted((config_dir() / "experiment").glob("*.yaml")))
+def test_every_experiment_takes_every_backend(cli, path, backend):
+    chosen = (f"experiment={path.stem}", f"backend={backend}", "device=cpu", "length=1024")
+    finished = cli(*chosen, "num_samples=1", "dry_run=true")
+    assert finished.status == 0, finished.err
 
 
 @pytest.mark.parametrize("template", ["chat", "meta-llama3", "RWKV"])

@@ -399,6 +399,14 @@ BAD_ARMS = {
     ("fresh.audit=3",): "fresh.audit=3: with fresh.on=all every sample is asked anyway",
     ("fresh.audit=-1", "fresh.on=suspects"): "fresh.audit=-1: out of range",
     ("arms=[fresh]", "fresh.on=suspects"): "names no arm that could find suspects",
+    ("fresh.on=suspects",): "fresh.on: arms=[persistent] has no arm with an engine for each sample",
+    ("fresh.on=suspects", "fresh.audit=1"): "fresh.audit: arms=[persistent] has no arm with an",
+    ("workers=2", "arms=[persistent,aged]"): "workers: arms=[persistent,aged] has no arm with an",
+    ("timeout_seconds=5", "fresh=inprocess"): "timeout_seconds: with fresh=inprocess nothing can",
+    ("stop_on=leak",): "stop_on: arms=[persistent] never asks the same twice",
+    ("stop_on=leak", "arms=[fresh,reference]"): "stop_on: arms=[fresh,reference] never asks",
+    ("max_unstable=0.1",): "max_unstable: arms=[persistent] gives no verdict",
+    ("backend@reference=hf",): "backend@reference: arms=[persistent] has no arm reference",
     ("stop_on=lek",): "unknown stop_on 'lek'. Did you mean 'leak'?",
     ("timeout_seconds=0",): "timeout_seconds=0: out of range; must be above 0",
     ("max_unstable=2",): "max_unstable=2: out of range; must be a share, 0 to 1",
@@ -406,6 +414,23 @@ BAD_ARMS = {
     ("backend@reference=hf", "reference.dtpe=x"): "Did you mean reference.dtype?",
     ("arms=[reference]", "backend@reference=hff"): "unknown backend 'hff'. Did you mean 'hf'?",
 }
+
+
+USED = (
+    ("workers=1",),
+    ("timeout_seconds=5",),
+    ("stop_on=leak", "arms=[repeat]"),
+    ("stop_on=leak", "arms=[persistent,fresh]"),
+    ("stop_on=null",),
+    ("backend@reference=oracle", "arms=[persistent,reference]"),
+    ("experiment=quick20", "backend=oracle", "arms=[persistent]", "length=1024"),
+)
+
+
+@pytest.mark.parametrize("line", USED, ids=" ".join)
+def test_settings_that_are_used_are_taken(cli, line):
+    finished = cli(*ORACLE, *line, "num_samples=2", "dry_run=true")
+    assert finished.status == 0, finished.err
 
 
 @pytest.mark.parametrize("line", BAD_ARMS, ids=" ".join)
