@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from backends.base import FinishReason, Generation, RequestError
+from backends.base import FinishReason, Generation, Request, RequestError
 
 
 def checked_generation(found: object) -> Generation:
@@ -45,6 +45,44 @@ def checked_generation(found: object) -> Generation:
         attention_seconds=_optional("attention_seconds", found.attention_seconds, _measure),
         copy_hidden_share=_optional("copy_hidden_share", found.copy_hidden_share, _share),
     )
+
+
+def check_answer(found: Generation, request: Request, vocabulary: int | None) -> None:
+    """Check an answer against what was asked.
+
+    Args:
+        found: of plain values, see `checked_generation`.
+        request: what the engine was asked.
+        vocabulary: tokens that the model knows; None where nobody can tell.
+
+    Raises:
+        RequestError: more tokens than asked for, tokens that the model does not have, figures that
+            do not belong to a token each, or more reused tokens than the prompt has; names the
+            field and what is allowed.
+    """
+    ids = found.token_ids
+    if ids is not None and len(ids) > request.max_new_tokens:
+        raise RequestError(
+            f"the engine returned {len(ids)} token_ids; must be at most max_new_tokens="
+            f"{request.max_new_tokens}"
+        )
+    if ids and vocabulary is not None and max(ids) >= vocabulary:
+        place = next(number for number, one in enumerate(ids) if one >= vocabulary)
+        raise _wrong(f"token_ids[{place}]", ids[place], f"within the model's 0 to {vocabulary - 1}")
+    for field in ("logits_digest", "top2_margin"):
+        values = getattr(found, field)
+        if values is not None and ids is None:
+            raise RequestError(
+                f"the engine returned {field} without token_ids; must be one entry a token of them"
+            )
+        if values is not None and ids is not None and len(values) != len(ids):
+            raise RequestError(
+                f"the engine returned {len(values)} entries of {field}; must be one for each of "
+                f"the {len(ids)} token_ids"
+            )
+    prompt_tokens = found.prompt_tokens or len(request.prompt_token_ids)
+    if found.reused_tokens is not None and found.reused_tokens > prompt_tokens:
+        raise _wrong("reused_tokens", found.reused_tokens, f"at most the prompt's {prompt_tokens}")
 
 
 def _wrong(field: str, value: object, allowed: str) -> RequestError:

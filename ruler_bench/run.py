@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backends.base import ConfigurationError, Generation, Request
+from backends.base import ConfigurationError, Generation, Request, RequestError
 from ruler_bench import manifest, model_files
+from ruler_bench.answer import check_answer
 from ruler_bench.config import Cell, NamedBackend, as_indices
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.folders import cache_dir
@@ -100,6 +101,11 @@ class Bench:
     def harness_arguments(self) -> dict[str, Any]:
         """Return what the harness knows of a backend's constructor arguments (backends.base)."""
         return harness_arguments(self.cell, self.model, self.context_tokens)
+
+    @functools.cached_property
+    def vocabulary(self) -> int | None:
+        """Tokens that the model knows, or None where its folder does not say."""
+        return model_files.vocabulary_size(self.model)
 
     @functools.cached_property
     def context_tokens(self) -> int:
@@ -406,7 +412,7 @@ def check_positions(cell: Cell, model: Path) -> None:
 
 def check_tokens(bench: Bench) -> None:
     """Refuse prompts that the model cannot take: too long, or of another vocabulary."""
-    vocabulary = model_files.vocabulary_size(bench.model)
+    vocabulary = bench.vocabulary
     questions = [one.question for one in bench.asked()]
     largest = max(max(one.prompt_token_ids) for one in questions)
     if vocabulary is not None and largest >= vocabulary:
@@ -765,8 +771,16 @@ def ask(bench: Bench, life: Life, step: Step) -> Reply:
     """Ask one request."""
     request = request_of(bench, life, step)
     if step.action == CANCEL:
-        return life.ask(request, cancel_after_seconds=half_way(bench))
-    return life.ask(request)
+        reply = life.ask(request, cancel_after_seconds=half_way(bench))
+    else:
+        reply = life.ask(request)
+    if isinstance(reply.answer, Failure):
+        return reply
+    try:
+        check_answer(reply.answer, request, bench.vocabulary)
+    except RequestError as error:
+        return replace(reply, answer=Failure(f"{type(error).__name__}: {one_line(error)}"))
+    return reply
 
 
 def request_of(bench: Bench, life: Life, step: Step) -> Request:

@@ -112,7 +112,7 @@ class Telling(Plain):
 
     def generate(self, request):
         told = f"{request.max_new_tokens} {len(request.stop_token_ids)}"
-        ids = tuple(request.prompt_token_ids)
+        ids = tuple(request.prompt_token_ids)[: request.max_new_tokens]
         return Generation(text=told, token_ids=ids, finish_reason="stop")
 
 

@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from backends.base import Generation, RequestError
-from ruler_bench.answer import checked_generation
+from backends.base import Generation, Request, RequestError
+from ruler_bench.answer import check_answer, checked_generation
 
 GOOD = Generation(
     token_ids=(1, 2),
@@ -85,3 +87,42 @@ def test_what_is_no_answer_is_an_error(found):
 def test_a_field_of_the_wrong_kind_is_an_error_that_names_it(field, value):
     with pytest.raises(RequestError, match=field):
         checked_generation(dataclasses.replace(GOOD, **{field: value}))
+
+
+ASKED = Request(0, "prompt", (1, 2, 3), 4)
+
+
+def fits(**fields):
+    try:
+        check_answer(Generation(**fields), ASKED, 100)
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+@given(ids=st.lists(st.integers(0, 120), max_size=6))
+def test_tokens_are_at_most_what_was_asked_for_and_of_the_vocabulary(ids):
+    good = len(ids) <= 4 and all(one < 100 for one in ids)
+    said = fits(token_ids=tuple(ids))
+    assert (said is None) == good
+    assert good or "token_ids" in said
+    # A vocabulary that is not known limits nothing.
+    check_answer(Generation(token_ids=(10**9,)), ASKED, None)
+
+
+@pytest.mark.parametrize(("field", "entry"), [("logits_digest", "ab"), ("top2_margin", 1.0)])
+@given(tokens=st.none() | st.integers(0, 4), entries=st.none() | st.integers(0, 6))
+def test_what_is_told_of_tokens_is_told_of_each(field, entry, tokens, entries):
+    ids = None if tokens is None else (1,) * tokens
+    values = None if entries is None else (entry,) * entries
+    said = fits(text="a", token_ids=ids, **{field: values})
+    assert (said is None) == (entries is None or entries == tokens)
+    assert said is None or field in said
+
+
+def test_no_more_is_reused_than_the_prompt_has():
+    assert fits(text="a", reused_tokens=3) is None
+    assert fits(text="a", reused_tokens=4) == (
+        "the engine returned reused_tokens=4; must be at most the prompt's 3"
+    )
+    assert fits(text="a", reused_tokens=4, prompt_tokens=5) is None

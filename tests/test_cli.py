@@ -336,6 +336,10 @@ class Unplanned(Parrot):
     def memory_plan(cls, **arguments):
         raise RuntimeError("no idea")
 
+class Strange(Parrot):
+    def generate(self, request):
+        return Generation(**eval(self.phrase))
+
 class Rude(Exception):
     def __str__(self):
         raise RuntimeError("no")
@@ -445,6 +449,24 @@ def test_an_engine_that_misbehaves_is_recorded_and_shown(cli, workdir, parrots):
     finished = cli(*mine, "backend._target_=parrots.Parrot", "+backend.phrase=cling", "out=cling")
     assert finished.status == 0
     assert "warning: the engine failed to close" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("phrase", "said"),
+    [
+        ("dict(token_ids=(1, 10**6))", "token_ids[1]=1000000; must be within the model's 0 to"),
+        ("dict(token_ids=(1,) * 129)", "129 token_ids; must be at most max_new_tokens=128"),
+        ("dict(text='a', logits_digest=('ab',))", "logits_digest without token_ids; must be one"),
+        ("dict(text='a', top2_margin=(float('nan'),))", "top2_margin=nan; must be a finite number"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_an_error_of_its_sample(cli, workdir, parrots, phrase, said):
+    mine = ("backend=custom", "backend._target_=parrots.Strange", *ORACLE[1:], "num_samples=1")
+    # In quotes of their own, which Hydra's grammar wants around brackets.
+    finished = cli(*mine, f'+backend.phrase="{phrase}"', "out=here")
+    assert finished.status == 1, finished.err
+    assert "ordinal 0: RequestError: the engine returned" in finished.out
+    assert said in finished.out
 
 
 def test_an_interrupt_before_the_engine_has_started_overwrites_nothing(cli, workdir, parrots):
