@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-from backends.base import Generation, RequestCancelled
+from backends.base import ConfigurationError, Generation, RequestCancelled
 from backends.oracle import answer_from_needles
 
 SERVED = []
@@ -161,3 +161,24 @@ class Exiting(Plain):
         if request.request_id == self.at:
             os._exit(self.status)
         return super().generate(request)
+
+
+class Together(Plain):
+    """Answers once so many requests are in it at a time."""
+
+    def __init__(self, *, together: int, fail: int = -1, refuse: int = -1, die: int = -1) -> None:
+        super().__init__()
+        self.concurrency = together
+        self.fail, self.refuse, self.die = fail, refuse, die
+        self.barrier = threading.Barrier(together)
+
+    def generate(self, request):
+        if request.request_id == self.refuse:
+            raise ConfigurationError("a setting cannot be honoured")
+        if request.request_id == self.fail:
+            raise RuntimeError("nothing to say")
+        if request.request_id == self.die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.refuse < 0 and self.fail < 0 and self.die < 0:
+            self.barrier.wait(20)
+        return Generation(text=f"{request.request_id} of {self.concurrency}")

@@ -14,6 +14,7 @@ from ruler_bench.streams import (
     AGING_REQUESTS,
     CUT,
     HALF,
+    OTHER,
     QUARTER,
     streams,
 )
@@ -46,6 +47,34 @@ def test_a_step_names_the_same_request_whatever_else_is_asked(arm, few, more):
 def test_every_sample_is_asked_and_scored(arm, ordinals):
     scored = {one.ordinal for one in stream(arm, ordinals).steps if one.scored}
     assert ordinals <= scored
+
+
+def test_resend_cancels_a_request_and_sends_the_same_again():
+    steps = stream("resend", [0, 3]).steps
+    assert [(one.ordinal, one.action, one.scored) for one in steps] == [
+        *((0, "cancel", False), (0, None, True)),
+        *((3, "cancel", False), (3, None, True)),
+    ]
+
+
+def test_flood_asks_others_between_the_first_time_and_the_second():
+    found = stream("flood", [0, 3])
+    asked_for = [one.ordinal for one in found.steps]
+    assert asked_for[:2] == asked_for[-2:] == [0, 3]
+    assert asked_for[2:-2] == [AGING_ORDINALS + one for one in range(AGING_REQUESTS)]
+    assert all(one.source == AGING for one in found.steps[2:-2])
+    # An engine that goes on knows nothing: it is asked all that opens the stream.
+    done = {one.step for one in found.steps} - {found.steps[-1].step}
+    assert len(found.pending(done)) == len(found.steps) - 1
+    assert found.pending({one.step for one in found.steps}) == []
+
+
+def test_two_questions_asks_another_of_the_same_context_first():
+    steps = stream("two_questions", [5]).steps
+    assert [(one.source, one.scored, one.group) for one in steps] == [
+        (OTHER, True, 5),
+        ("sample", True, 5),
+    ]
 
 
 @given(ordinals=ordinal_sets)

@@ -286,7 +286,7 @@ class OpenAIServer:
             "model": self._offer.model,
             "api": self._api,
             "prompt": self._offer.prompt,
-            "optional": list(self._offer.optional),
+            "asks_for": list(self._offer.optional),
             "api_key_env": self._key.variable,
             "has_key": bool(self._key.value),
             "verify": self._verify,

@@ -37,7 +37,7 @@ def test_completions_as_text_with_what_a_plain_server_tells(serving, build, ask)
     assert found.ttft_seconds > 0
     assert found.decode_seconds >= 0
     told = backend.describe()
-    assert (told["model"], told["prompt"], told["optional"]) == ("needles", "text", [])
+    assert (told["model"], told["prompt"], told["asks_for"]) == ("needles", "text", [])
     assert told["outlives_close"] is True
     json.dumps(told, allow_nan=False)
 
@@ -52,7 +52,7 @@ def test_ids_logprobs_and_usage_where_the_server_takes_them(serving, build, ask,
     assert len(found.top2_margin) == len(found.token_ids)
     assert found.prompt_tokens == len(ids)
     assert backend.describe()["prompt"] == "ids"
-    assert backend.describe()["optional"] == ["usage", "logprobs", "token_ids"]
+    assert backend.describe()["asks_for"] == ["usage", "logprobs", "token_ids"]
 
 
 @pytest.mark.parametrize("options", [(), ("--no-stream",), ("--refuse", "max_tokens")])
