@@ -78,12 +78,12 @@ def make_block_kernel(
     return FlexAttention(tensors) if device.type == "cuda" else MaskedAttention(out)
 
 
-def check_head_dim(device: torch.device, head_dim: int, policy: Policy) -> None:
+def check_head_dim(device: torch.device, head_dim: int, policy_name: str) -> None:
     """Raise ConfigurationError if the kernel for blocks cannot take heads of this size."""
     if device.type != "cuda" or head_dim >= LEAST_HEAD_DIM:
         return
     raise ConfigurationError(
-        f"backend.policy.name={policy.name}: this model's heads are {head_dim} wide, and "
+        f"backend.policy.name={policy_name}: this model's heads are {head_dim} wide, and "
         f"FlexAttention takes {LEAST_HEAD_DIM} or more on a GPU: use backend/policy=full, or "
         "device=cpu."
     )

@@ -290,8 +290,8 @@ def draw(
         context_tokens=context_tokens(settings, shape.max_positions),
     )
     if blueprint.policy.sparse:
-        check_chunk(settings.chunk_tokens, blueprint.context_tokens, blueprint.policy)
-        check_head_dim(device, shape.head_dim, blueprint.policy)
+        check_chunk(settings.chunk_tokens, blueprint.context_tokens, blueprint.policy.name)
+        check_head_dim(device, shape.head_dim, blueprint.policy.name)
     if blueprint.geometry is not None:
         blueprint.geometry.check()
     if settings.fault is not None:

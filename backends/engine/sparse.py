@@ -26,14 +26,14 @@ On an H200 FlexAttention on 128x128 blocks is as fast as dense attention of cuDN
 what leaves nothing out is dense."""
 
 
-def check_chunk(chunk_tokens: int | None, context_tokens: int, policy: Policy) -> None:
+def check_chunk(chunk_tokens: int | None, context_tokens: int, policy_name: str) -> None:
     """Raise ConfigurationError unless every chunk of a prompt starts where a block does."""
     if chunk_tokens is None or chunk_tokens >= context_tokens or chunk_tokens % BLOCK_TOKENS == 0:
         return
     below = chunk_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     nearest = " or ".join(str(one) for one in (below, below + BLOCK_TOKENS) if one)
     raise ConfigurationError(
-        f"backend.chunk_tokens={chunk_tokens}: policy {policy.name} reads blocks of {BLOCK_TOKENS} "
+        f"backend.chunk_tokens={chunk_tokens}: policy {policy_name} reads blocks of {BLOCK_TOKENS} "
         f"tokens, so that chunks must be a multiple of it, or null for the whole prompt: use "
         f"{nearest}."
     )
