@@ -60,9 +60,9 @@ class AShapePolicy:
         return kept.expand(self._heads, -1, -1)
 
     def scratch_bytes(self, queries: int, keys: int) -> int:
-        """Return the bytes of a few masks of blocks."""
-        blocks = Place(0, queries, keys)
-        return 8 * blocks.query_blocks * blocks.key_blocks
+        """Return the bytes of a few masks of blocks, and of their first positions."""
+        rows, columns = Place(0, queries, keys).query_blocks, Place(0, queries, keys).key_blocks
+        return 6 * rows * columns + 64 * (rows + columns)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings in force."""

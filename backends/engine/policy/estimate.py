@@ -81,10 +81,10 @@ def scratch_bytes(queries: int, keys: int, model: Model, stride: int) -> int:
     sums = 4 * heads * part.query_blocks * cells * part.key_blocks
     masses = 8 * heads * part.query_blocks * part.key_blocks
     # PyTorch alone: the slice's rows and a tile's columns, a copy each; scores of a block and a
-    # tile; shares of a block, their units, and what ranks them.
+    # tile, and what their log-sum-exps pass through; shares of a block, units, what ranks them.
     rows = 8 * heads * head_dim * part.query_blocks * BLOCK_TOKENS
-    tile = 8 * kv_heads * head_dim * _TILE_TOKENS + 16 * heads * cells * _TILE_TOKENS // stride
-    ranking = heads * part.key_blocks * (16 * cells + 64)
+    tile = 8 * kv_heads * head_dim * _TILE_TOKENS + 32 * heads * cells * _TILE_TOKENS // stride
+    ranking = heads * part.key_blocks * (32 * cells + 128)
     return chosen + sums + masses + rows + tile + ranking
 
 
@@ -106,16 +106,22 @@ def select_blocks(
     kept = torch.zeros(shape, dtype=torch.bool, device=query.device)
     for part in slices(place):
         rows = query[part.start - place.start :][: part.queries]
-        sums = log_sum_exps(rows, keys[: part.keys], part, rule)
-        for block in range(part.query_blocks):
-            own = part.first_block + block
-            of_block = sums[:, block * rule.cells : (block + 1) * rule.cells, : own + 1]
-            mass = fixed_point(of_block.softmax(-1)).sum(1)
-            column = torch.arange(own + 1, device=query.device)
-            forced = (column == 0) | (column == own)
-            found = keep_share(mass, forced, rule.share[:, None])
-            kept[:, own - place.first_block, : own + 1] = found
+        _mark_blocks(rows, keys, part, rule, kept[:, part.first_block - place.first_block :])
     return kept
+
+
+def _mark_blocks(
+    query: torch.Tensor, keys: torch.Tensor, place: Place, rule: Rule, kept: torch.Tensor
+) -> None:
+    """Set the blocks of one slice; a function, so that nothing of it stays for the next."""
+    sums = log_sum_exps(query, keys[: place.keys], place, rule)
+    for block in range(place.query_blocks):
+        own = place.first_block + block
+        of_block = sums[:, block * rule.cells : (block + 1) * rule.cells, : own + 1]
+        mass = fixed_point(of_block.softmax(-1)).sum(1)
+        column = torch.arange(own + 1, device=query.device)
+        forced = (column == 0) | (column == own)
+        kept[:, block, : own + 1] = keep_share(mass, forced, rule.share[:, None])
 
 
 def log_sum_exps(query: torch.Tensor, keys: torch.Tensor, place: Place, rule: Rule) -> torch.Tensor:
@@ -131,27 +137,49 @@ def log_sum_exps(query: torch.Tensor, keys: torch.Tensor, place: Place, rule: Ru
         float32 [heads, query_blocks * BLOCK_TOKENS / stride, key_blocks]; minus infinity where a
         row has no query, and where a block has no column up to the row.
     """
-    heads, kv_heads, stride, cells = query.shape[1], keys.shape[1], rule.stride, rule.cells
-    reduced = _reduced(query, place.query_blocks * BLOCK_TOKENS, stride, reverse=True)
-    blocks = reduced.view(kv_heads, heads // kv_heads, place.query_blocks, cells, -1)
-    shape = heads, place.query_blocks * cells, place.key_blocks
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    reduced = _reduced(query, place.query_blocks * BLOCK_TOKENS, rule.stride, reverse=True)
+    rows = reduced.view(kv_heads, heads // kv_heads, place.query_blocks, rule.cells, -1)
+    shape = heads, place.query_blocks * rule.cells, place.key_blocks
     sums = torch.full(shape, -torch.inf, device=query.device)
     for first_key in range(0, place.keys, _TILE_TOKENS):
         tile = keys[first_key : first_key + _TILE_TOKENS]
-        columns = _reduced(tile, _TILE_TOKENS, stride, reverse=False).transpose(1, 2)
-        column = first_key // stride + torch.arange(columns.shape[2], device=query.device)
-        into = sums[:, :, first_key // BLOCK_TOKENS :][:, :, : _TILE_TOKENS // BLOCK_TOKENS]
-        for block in range(place.query_blocks):
-            if place.start + (block + 1) * BLOCK_TOKENS <= first_key:
-                continue
-            row = torch.arange(block * cells, (block + 1) * cells, device=query.device)[:, None]
-            unseen = (column > place.start // stride + row) | (row * stride >= place.queries)
-            products = blocks[:, :, block].flatten(1, 2) @ columns
-            scores = products.view(heads, cells, -1).mul(rule.scale)
-            scores = scores.masked_fill(unseen, -torch.inf).view(heads, cells, -1, cells)
-            found = scores.logsumexp(-1)
-            into[:, block * cells : (block + 1) * cells] = found[:, :, : into.shape[2]]
+        of_tile = sums[:, :, first_key // BLOCK_TOKENS :][:, :, : _TILE_TOKENS // BLOCK_TOKENS]
+        _reduce_tile(rows, tile, first_key, place, rule, of_tile)
     return sums
+
+
+def _reduce_tile(  # noqa: PLR0917
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    first_key: int,
+    place: Place,
+    rule: Rule,
+    sums: torch.Tensor,
+) -> None:
+    """Set the log-sum-exps of one tile of keys, a block of queries at a time.
+
+    Args:
+        rows: reduced queries, [kv_heads, heads a kv_head, query_blocks, cells, head_dim * stride].
+        keys: the tile's, of which the first stands at `first_key`.
+        first_key: a multiple of _TILE_TOKENS.
+        place: where the queries stand.
+        rule: its stride and scale.
+        sums: [heads, rows, the tile's blocks].
+    """
+    columns = _reduced(keys, _TILE_TOKENS, rule.stride, reverse=False).transpose(1, 2)
+    column = first_key // rule.stride + torch.arange(columns.shape[2], device=keys.device)
+    for block in range(place.query_blocks):
+        if place.start + (block + 1) * BLOCK_TOKENS <= first_key:
+            continue
+        of_block = slice(block * rule.cells, (block + 1) * rule.cells)
+        row = torch.arange(of_block.start, of_block.stop, device=keys.device)[:, None]
+        unseen = (column > place.start // rule.stride + row) | (row * rule.stride >= place.queries)
+        products = rows[:, :, block].flatten(1, 2) @ columns
+        scores = products.view(sums.shape[0], rule.cells, -1).mul(rule.scale)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        found = scores.view(*scores.shape[:2], -1, rule.cells).logsumexp(-1)
+        sums[:, of_block] = found[:, :, : sums.shape[2]]
 
 
 def _reduced(tokens: torch.Tensor, length: int, stride: int, reverse: bool) -> torch.Tensor:
@@ -167,8 +195,8 @@ def _reduced(tokens: torch.Tensor, length: int, stride: int, reverse: bool) -> t
         float32 [heads, length / stride, stride * head_dim].
     """
     heads, head_dim = tokens.shape[1:]
-    padded = F.pad(tokens.float(), (0, 0, 0, 0, 0, length - tokens.shape[0]))
-    reduced = padded.view(-1, stride, heads, head_dim)
+    tokens = F.pad(tokens.float(), (0, 0, 0, 0, 0, length - tokens.shape[0]))
+    tokens = tokens.view(-1, stride, heads, head_dim)
     if reverse:
-        reduced = reduced.flip(1)
-    return reduced.permute(2, 0, 1, 3).reshape(heads, -1, stride * head_dim)
+        tokens = tokens.flip(1)
+    return tokens.permute(2, 0, 1, 3).reshape(heads, -1, stride * head_dim)

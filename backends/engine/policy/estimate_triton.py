@@ -43,8 +43,8 @@ def select_blocks(
     kept = torch.zeros(shape, dtype=torch.bool, device=query.device)
     for part in slices(place):
         rows = query[part.start - place.start :][: part.queries]
-        sums = log_sum_exps(rows, keys[: part.keys], part, rule)
-        mass = row_masses(sums, part, rule.cells)
+        # Nested, so that the log-sum-exps of one slice are gone before those of the next.
+        mass = row_masses(log_sum_exps(rows, keys[: part.keys], part, rule), part, rule.cells)
         keep_blocks(mass, rule.share, part, kept[:, part.first_block - place.first_block :])
     return kept
 

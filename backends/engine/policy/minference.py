@@ -104,12 +104,13 @@ class MInferencePolicy:
         """See `Policy.scratch_bytes`."""
         _, heads, kv_heads, head_dim = self._model
         blocks = Place(0, queries, keys)
+        # A group's keys in float32 and its scores, at most twice; the masses of lines, and what
+        # ranks them, with room for a sort out of place; blocks, and how far they are apart.
         scores = 4 * (heads // kv_heads) * LAST_QUERIES * (keys + LAST_QUERIES)
-        # A group's keys in float32 and its scores three times; the masses of lines, and what ranks
-        # them.
-        lines = heads * keys * (2 * 8 + 64)
+        group = 4 * head_dim * (keys + LAST_QUERIES * heads) + 2 * scores + LAST_QUERIES**2
+        lines = heads * keys * (2 * 8 + 112)
         places = blocks.query_blocks * blocks.key_blocks
-        return 4 * keys * head_dim + 3 * scores + lines + places * (3 * heads + 17)
+        return group + lines + places * (3 * heads + 24)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings in force: the sizes, or the budget."""
@@ -135,27 +136,32 @@ def line_mass(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, to
         For columns by position, and for diagonals by the distance from query to key: units of
         `mass.fixed_point`, int64 [heads, keys].
     """
-    count, length = query.shape[0], keys.shape[0]
     heads, kv_heads = query.shape[1], keys.shape[1]
     group = heads // kv_heads
-    mass = torch.empty((2, heads, length), dtype=torch.int64, device=query.device)
-    later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+    mass = torch.empty((2, heads, keys.shape[0]), dtype=torch.int64, device=query.device)
     for kv_head in range(kv_heads):
         of_group = slice(kv_head * group, (kv_head + 1) * group)
-        rows = query[:, of_group].float().transpose(0, 1) / math.sqrt(query.shape[2])
-        scores = rows.flatten(0, 1) @ keys[:, kv_head].float().T
-        scores = scores.view(group, count, length)
-        scores[:, :, length - count :].masked_fill_(later, -torch.inf)
-        shares = scores.softmax(-1)
-        mass[0, of_group] = fixed_point(shares.sum(1))
-        # With one column less in front of each row than of the one before, diagonals are columns.
-        padded = F.pad(shares, (count - 1, 0))
-        width = padded.shape[2]
-        strides = count * width, width + 1, 1
-        mass[1, of_group] = fixed_point(
-            padded.as_strided((group, count, length), strides).sum(1)
-        ).flip(-1)
+        columns, diagonals = _sums_of_lines(query[:, of_group], keys[:, kv_head])
+        mass[0, of_group] = fixed_point(columns)
+        mass[1, of_group] = fixed_point(diagonals)
     return mass[0], mass[1]
+
+
+def _sums_of_lines(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do so for the query heads of one key head, of which `keys` has [keys, head_dim]."""
+    (count, group, head_dim), length = query.shape, keys.shape[0]
+    rows = query.float().transpose(0, 1).reshape(-1, head_dim) / math.sqrt(head_dim)
+    scores = (rows @ keys.float().T).view(group, count, length)
+    later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+    scores[:, :, length - count :].masked_fill_(later, -torch.inf)
+    shares = scores.softmax(-1)
+    del scores
+    columns = shares.sum(1)
+    # With one column less in front of each row than of the one before, diagonals are columns.
+    padded = F.pad(shares, (count - 1, 0))
+    width = padded.shape[2]
+    sheared = padded.as_strided((group, count, length), (count * width, width + 1, 1))
+    return columns, sheared.sum(1).flip(-1)
 
 
 def blocks_of_lines(verticals: torch.Tensor, slashes: torch.Tensor, place: Place) -> torch.Tensor:
