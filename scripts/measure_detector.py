@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--reference", choices=("hf", "gpu_only"), default="hf", help="of the project's engines"
     )
-    parser.add_argument("--runs", type=int, default=375, help="of noisy engines, made in memory")
+    parser.add_argument("--runs", type=int, default=450, help="of noisy engines, made in memory")
     parser.add_argument("--runner-runs", type=int, default=20, help="through the runner")
     parser.add_argument("--noisy-samples", type=int, default=20, help="of each noisy engine")
     parser.add_argument(

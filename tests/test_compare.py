@@ -101,8 +101,9 @@ def run(folder, arm="persistent", wrong=None, settings=SETTINGS, **manifest):
     return str(folder)
 
 
-LEAKED = {one: f" {number(one - 1)}." for one in (2, 4, 7, 9, 11, 15)}
-WRONG = dict.fromkeys((2, 4, 7, 9, 11, 15), " 12.")
+CHANGED = (2, 4, 7, 9, 11, 13, 15, 18)
+LEAKED = {one: f" {number(one - 1)}." for one in CHANGED}
+WRONG = dict.fromkeys(CHANGED, " 12.")
 
 
 def compare(cli, *arguments):
@@ -118,7 +119,7 @@ def test_prediction_files_by_place(cli, workdir):
     )
     assert found.status == 3
     assert found.out.splitlines()[0] == (
-        "niah_single_1: LEAK. 6 of 20 answers change when the engine has served others; "
+        "niah_single_1: LEAK. 8 of 20 answers change when the engine has served others; "
         "first at position 2; index 2 prints the answer of index 1."
     )
     assert "counts as fresh_again, by its place" in found.out
@@ -144,8 +145,8 @@ def test_roles_by_option_and_what_is_written(cli, workdir):
     )  # fmt: skip
     assert found.status == 3
     read = json.loads((workdir / "verdict" / "verdict.json").read_text())
-    assert (read["verdict"], read["counts"]["leak"]) == ("leak", 6)
-    assert ElementTree.parse(workdir / "verdict" / "junit.xml").getroot().get("failures") == "6"
+    assert (read["verdict"], read["counts"]["leak"]) == ("leak", 8)
+    assert ElementTree.parse(workdir / "verdict" / "junit.xml").getroot().get("failures") == "8"
     assert "**niah_single_1: LEAK" in (workdir / "verdict" / "verdict.md").read_text()
 
 
@@ -172,7 +173,7 @@ def test_formats_may_be_mixed(cli, workdir):
         samples(workdir / "c" / "samples_niah_single_1.jsonl"),
     )
     assert (found.status, found.err) == (3, "")
-    assert "6 of 20 answers change" in found.out
+    assert "8 of 20 answers change" in found.out
 
 
 def test_runs_take_the_roles_that_their_records_tell(cli, workdir):
@@ -196,7 +197,7 @@ def test_runs_take_the_roles_that_their_records_tell(cli, workdir):
 def test_one_arm_says_what_is_needed(cli, workdir):
     found = compare(cli, predictions(workdir / "a" / "niah_single_1.jsonl", WRONG))
     assert found.status == 0
-    assert "One arm alone (persistent, 20 answers, 6 wrong)" in found.out
+    assert "One arm alone (persistent, 20 answers, 8 wrong)" in found.out
     assert "needs fresh and fresh_again" in found.out
 
 

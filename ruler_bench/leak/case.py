@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from ruler_bench.leak.arms import ONE_ENGINE
 from ruler_bench.leak.canary import Canaries, Canary, scan
 from ruler_bench.leak.differences import (
+    ANSWERS,
+    BITS,
+    CORRECTNESS,
+    LEVELS,
+    LOGITS,
     Difference,
     NumericFloor,
     difference,
@@ -29,24 +33,28 @@ from ruler_bench.leak.join import (
     Joined,
     bits_differ_by,
 )
+from ruler_bench.leak.life_noise import LifeNoise, are_too_many
 from ruler_bench.leak.tests_of_difference import (
     EXACT_ALPHA,
     VERDICT_ALPHA,
     Counted,
-    binomial_tail,
+    all_in,
+    lives_apart_in_bits,
     odd_one_out,
     one_of_two,
     warm_against_fresh,
 )
 from ruler_bench.records import Record
 
-BITS, ANSWERS, CORRECTNESS = "bits", "answers", "correctness"
-LEVELS = (BITS, ANSWERS, CORRECTNESS)
 LEAST_EXACT = 2
 """Indices at which two controls must agree to the bit before an engine counts as bit-stable."""
 
 REPEATED_BY_A_RACE = 4
 """So many differences may come again for each that does not: a race that hits 8 of 9 requests."""
+
+LEAST_ALIKE = 10
+"""Answers that two warm runs must give alike before one that fresh engines do not give is called a
+leak: with fewer, a race may have hit the same request in both."""
 
 LEAST_ROUNDED = 3
 """Indices that must agree between two orders before a difference is put down to rounding."""
@@ -59,7 +67,8 @@ class WarmTest:
     Attributes:
         arm: the warm arm.
         differing: ordinals at which it differs from the fresh arm, the controls being equal.
-        tests: the odd-one-out test by level; with one control only, by correctness, one-sided.
+        tests: the odd-one-out test by level; without a control, one-sided by correctness, of all
+            differences and of those by more than rounding.
         right_only: ordinals at which only this arm is right.
         wrong_only: ordinals at which only the fresh arm is right.
     """
@@ -81,6 +90,7 @@ class Case:
             must have the same bits.
         main: the warm arm that the sentences are about, or None.
         warm: every arm of one engine whose answers must equal the fresh ones.
+        life_noise: whether noise that an engine keeps for its life may be behind it.
         canaries: what the scan found; None where no prompt was at hand.
     """
 
@@ -93,6 +103,7 @@ class Case:
         ranked = [name for name in mains if name in self.warm] or self.warm
         self.main = ranked[0] if ranked else None
         self.control = self._control(fresh)
+        self.life_noise = LifeNoise(self)
         self.canaries = self._scan(prompts)
 
     @property
@@ -234,20 +245,29 @@ class Case:
         differing = [
             one for one in ordinals if self.calm(one) and self.differ(name, fresh, one) is not None
         ]
-        right = [
-            (bool(self.answer(name, one).correct), bool(self.answer(fresh, one).correct))
-            for one in ordinals
-        ]
-        right_only, wrong_only = right.count((True, False)), right.count((False, True))
+        right_only, wrong_only = self._scored(name, fresh, ordinals)
         if self.control is None:
-            tests = {CORRECTNESS: one_of_two(wrong_only, wrong_only + right_only)}
+            far = [one for one in differing if self.life_noise.is_beyond_rounding(name, fresh, one)]
+            far_right, far_wrong = self._scored(name, fresh, far)
+            tests = {
+                CORRECTNESS: one_of_two(wrong_only, wrong_only + right_only),
+                LOGITS: one_of_two(far_wrong, far_wrong + far_right),
+            }
         else:
             tests = {level: self._odd(level, name, fresh, self.control) for level in LEVELS}
         return WarmTest(name, tuple(differing), tests, right_only, wrong_only)
 
+    def _scored(self, warm: str, fresh: str, ordinals: Sequence[int]) -> tuple[int, int]:
+        """Return at how many indices only the warm answer is right, and only the fresh one."""
+        right = [
+            (bool(self.answer(warm, one).correct), bool(self.answer(fresh, one).correct))
+            for one in ordinals
+        ]
+        return right.count((True, False)), right.count((False, True))
+
     def _odd(self, level: str, name: str, fresh: str, control: str) -> Counted:
         """Test whether `name` is the odd one of three."""
-        same = self._sameness(level)
+        same = self.sameness(level)
         odd = cases = 0
         for one in self.both(name, fresh, control):
             warm_is_odd = same(fresh, control, one)
@@ -256,7 +276,9 @@ class Case:
             odd += equal == 1 and warm_is_odd
         return odd_one_out(odd, cases)
 
-    def _sameness(self, level: str) -> Callable[[str, str, int], bool]:
+    def sameness(self, level: str) -> Callable[[str, str, int], bool]:
+        """Return whether two arms' answers to an ordinal are the same, at one of LEVELS."""
+
         def correctness(a: str, b: str, ordinal: int) -> bool:
             return self.answer(a, ordinal).correct == self.answer(b, ordinal).correct
 
@@ -266,7 +288,11 @@ class Case:
         def bits(a: str, b: str, ordinal: int) -> bool:
             return self.differ(a, b, ordinal) is None
 
-        return {BITS: bits, ANSWERS: answers, CORRECTNESS: correctness}[level]
+        def logits(a: str, b: str, ordinal: int) -> bool:
+            return not self.life_noise.is_beyond_rounding(a, b, ordinal)
+
+        found = {BITS: bits, LOGITS: logits, ANSWERS: answers, CORRECTNESS: correctness}
+        return found[level]
 
     @functools.cached_property
     def repeated(self) -> list[int]:
@@ -282,25 +308,29 @@ class Case:
         ]
 
     @functools.cached_property
-    def pooled_test(self) -> Counted | None:
-        """All warm arms at once against the two controls; None where there is one warm arm."""
+    def pooled_tests(self) -> dict[str, Counted]:
+        """All warm arms at once against the two controls, by answers and by logits; none where
+        there is one warm arm.
+        """
         fresh, control = self.fresh, self.control
         if fresh is None or control is None:
-            return None
+            return {}
         warm = [
             one
             for one in self.warm
             if all(each in self.joined.answers[one] for each in self.ordinals)
         ]
         if len(warm) < 2:
-            return None
-        return warm_against_fresh(
-            [self._classes([*warm, fresh, control], one) for one in self.both(fresh, control)]
-        )
+            return {}
+        names, ordinals = [*warm, fresh, control], self.both(fresh, control)
+        return {
+            level: warm_against_fresh([self._classes(level, names, one) for one in ordinals])
+            for level in (ANSWERS, LOGITS)
+        }
 
-    def _classes(self, names: Sequence[str], ordinal: int) -> list[int]:
+    def _classes(self, level: str, names: Sequence[str], ordinal: int) -> list[int]:
         """Return a number for each arm's answer, the same for the same answer."""
-        same = self._sameness(ANSWERS)
+        same = self.sameness(level)
         found: list[int] = []
         for place, name in enumerate(names):
             equal = (one for one in range(place) if same(names[one], name, ordinal))
@@ -310,23 +340,51 @@ class Case:
 
     @functools.cached_property
     def exact_test(self) -> Counted | None:
-        """Of a bit-stable engine: whether all that differs is warm, over all warm arms."""
-        if not self.is_exact or not self.warm_tests:
+        """Of a bit-stable engine: whether all that differs is warm, over all warm arms.
+
+        Where another kernel for a life is not promised away, only what differs by more than
+        rounding counts.
+        """
+        fresh = self.fresh
+        if not self.is_exact or not self.warm_tests or fresh is None:
             return None
-        bitwise = [
-            test for test in self.warm_tests if self.fresh and self._bitwise(test.arm, self.fresh)
+        firm = {
+            one.arm: self._firm(one) for one in self.warm_tests if self._bitwise(one.arm, fresh)
+        }
+        groups = [
+            (
+                sum(self.joined.get(arm, one) is not None for arm in firm),
+                sum(one in found for found in firm.values()),
+            )
+            for one in self.both(fresh)
         ]
-        differing = sum(len(test.differing) for test in bitwise)
-        chance = Fraction(len(bitwise), len(bitwise) + 2)
-        return Counted(differing, differing, binomial_tail(differing, differing, chance))
+        differing = sum(bad for _, bad in groups)
+        return Counted(differing, differing, all_in(groups))
+
+    def _firm(self, test: WarmTest) -> set[int]:
+        """Return where a warm arm differs by more than noise of its life could make it."""
+        noise = self.life_noise
+        return {
+            one
+            for one in test.differing
+            if noise.is_promised_away or noise.is_beyond_rounding(test.arm, self.fresh or "", one)
+        }
 
     @functools.cached_property
     def race_test(self) -> Counted | None:
         """Whether two warm runs differ at more indices than two fresh ones."""
+        return self._race_test(BITS)
+
+    def _race_test(self, level: str) -> Counted | None:
         if not self.joined.has(PERSISTENT, PERSISTENT_AGAIN, FRESH, FRESH_AGAIN):
             return None
-        warm, fresh = set(self.warm_pair), set(self.unstable)
+        warm = self._unlike(level, PERSISTENT, PERSISTENT_AGAIN)
+        fresh = self._unlike(level, FRESH, FRESH_AGAIN)
         return one_of_two(len(warm - fresh), len(warm ^ fresh))
+
+    def _unlike(self, level: str, a: str, b: str) -> set[int]:
+        same = self.sameness(level)
+        return {one for one in self.both(a, b) if not same(a, b, one)}
 
     @functools.cached_property
     def has_race(self) -> bool:
@@ -339,7 +397,21 @@ class Case:
             return False
         if self.is_exact and self.leaking:
             return True
-        return self.race_test.p_value <= (EXACT_ALPHA if self.is_exact else VERDICT_ALPHA)
+        level = EXACT_ALPHA if self.is_exact else VERDICT_ALPHA
+        return self.race_test.p_value <= level and self._is_more_than_two_kernels(level)
+
+    def _is_more_than_two_kernels(self, level: float) -> bool:
+        """Whether two warm runs differ by more than engines with different kernels do."""
+        noise = self.life_noise
+        if self.leaking or (self.is_exact and noise.is_promised_away):
+            return True
+        far, seen = self._race_test(LOGITS), self._race_test(ANSWERS)
+        if far is not None and far.p_value <= level:
+            return True
+        pair = (PERSISTENT, PERSISTENT_AGAIN)
+        visible = sum(noise.is_no_near_tie(*pair, one) for one in self.both(*pair))
+        many = are_too_many(visible, len(self.both(*pair)))
+        return many and seen is not None and seen.p_value <= level
 
     @functools.cached_property
     def race_explains(self) -> bool:
@@ -362,26 +434,57 @@ class Case:
         """
         if all(set(test.differing) <= self.rounded for test in self.warm_tests):
             return []
-        pooled = self.pooled_test
-        level = VERDICT_ALPHA if pooled is None else VERDICT_ALPHA / 2
-        if pooled is not None and pooled.p_value <= level:
+        if self._all_leak:
             return [test.arm for test in self.warm_tests if test.differing]
-        level /= max(1, len(self.warm_tests))
-        by_test = [
-            test.arm
-            for test in self.warm_tests
-            if any(one.p_value <= level for one in test.tests.values())
-        ]
         proven = {one.arm for one in self.proofs}
-        by_test += [test.arm for test in self.warm_tests if test.arm in proven - set(by_test)]
+        return [
+            test.arm for test in self.warm_tests if test.arm in proven or self._leaks_alone(test)
+        ]
+
+    @functools.cached_property
+    def _all_leak(self) -> bool:
+        """Whether all warm arms together show that they leak."""
+        noise, apart = self.life_noise, self.life_noise.apart[ANSWERS]
+        for name, test in self.pooled_tests.items():
+            if test.p_value > VERDICT_ALPHA / 2:
+                continue
+            if name == LOGITS or (apart is not None and apart.carries_a_verdict):
+                return True
+            if any(noise.is_seen_too_often(one.arm) for one in self.warm_tests):
+                return True
         exact = self.exact_test
-        if exact is None:
-            return by_test
-        if exact.p_value <= EXACT_ALPHA or (self.repeated and not self.warm_pair):
-            return [test.arm for test in self.warm_tests if test.differing]
-        level = EXACT_ALPHA / len(self.warm_tests)
-        found = [test.arm for test in self.warm_tests if test.tests[BITS].p_value <= level]
-        return list(dict.fromkeys([*by_test, *found]))
+        return exact is not None and (exact.p_value <= EXACT_ALPHA or self._repeats)
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether a bit-stable engine gives another answer than fresh ones, alike in two runs."""
+        if not self.repeated or self.warm_pair:
+            return False
+        noise, fresh = self.life_noise, self.fresh or ""
+        answers = len(self.both(PERSISTENT, PERSISTENT_AGAIN, fresh))
+        if len(self.repeated) == 1 and answers < LEAST_ALIKE:
+            return False
+        if noise.is_promised_away or any(
+            noise.is_beyond_rounding(PERSISTENT, fresh, one) for one in self.repeated
+        ):
+            return True
+        odd = len(self.repeated)
+        return lives_apart_in_bits(2, odd, answers - odd) <= VERDICT_ALPHA
+
+    def _leaks_alone(self, test: WarmTest) -> bool:
+        """Whether one warm arm shows that it leaks."""
+        noise, arms = self.life_noise, len(self.warm_tests)
+        level = VERDICT_ALPHA / arms / (2 if self.pooled_tests else 1)
+        for name, found in test.tests.items():
+            if found.p_value <= level and (name == LOGITS or noise.excludes(test.arm, name)):
+                return True
+        if not self.is_exact or test.tests[BITS].p_value > EXACT_ALPHA / arms:
+            return False
+        if noise.is_promised_away or test.tests[LOGITS].p_value <= EXACT_ALPHA / arms:
+            return True
+        odd = test.tests[BITS].count
+        equal = len(self.both(test.arm, self.fresh or "", self.control or "")) - odd
+        return lives_apart_in_bits(1, odd, equal) <= VERDICT_ALPHA / arms
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:

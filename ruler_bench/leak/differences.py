@@ -12,6 +12,11 @@ from ruler_bench.records import Record
 
 Level = Literal["bits", "tokens", "text"]
 
+BITS, LOGITS, ANSWERS, CORRECTNESS = "bits", "logits", "answers", "correctness"
+LEVELS = (BITS, LOGITS, ANSWERS, CORRECTNESS)
+"""What a test across indices looks at: any bit; logits, by more than rounding; tokens, or text
+where there are none; whether an answer is right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -165,13 +170,20 @@ def numeric_floor(
         tokens += len(found)
         if found:
             largest.append(max(found))
-    known = [BOUNDS.get(dtype or "", BOUNDS["bfloat16"]) for dtype in dtypes]
-    low, high = max(known, default=BOUNDS["bfloat16"])
+    low, high = dtype_bounds(dtypes)
     if tokens < LEAST_TOKENS_MEASURED or len(largest) < LEAST_SAMPLES_MEASURED:
         return NumericFloor(high, None, tokens, len(largest), low, high)
     typical = statistics.median(largest)
     value = min(high, max(low, FLOOR_FACTOR * typical))
     return NumericFloor(value, typical, tokens, len(largest), low, high)
+
+
+def dtype_bounds(dtypes: Iterable[str | None]) -> tuple[float, float]:
+    """Return the least and the largest floor for two paths, by the coarser of their dtypes; one
+    that is not known counts as bfloat16.
+    """
+    known = [BOUNDS.get(dtype or "", BOUNDS["bfloat16"]) for dtype in dtypes]
+    return max(known, default=BOUNDS["bfloat16"])
 
 
 def _margin_differences(a: Record, b: Record) -> list[float]:

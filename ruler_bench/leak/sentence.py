@@ -16,8 +16,8 @@ from ruler_bench.leak.classes import (
     UNSTABLE,
     IndexVerdict,
 )
-from ruler_bench.leak.join import FRESH, FRESH_AGAIN, PERSISTENT, PERSISTENT_AGAIN
-from ruler_bench.leak.tests_of_difference import CONFIDENCE
+from ruler_bench.leak.join import FRESH, FRESH_AGAIN, PERSISTENT, PERSISTENT_AGAIN, SHUFFLED
+from ruler_bench.leak.tests_of_difference import CONFIDENCE, VERDICT_ALPHA
 
 
 def sentence(
@@ -125,18 +125,28 @@ def _unstable(case: Case, ones: Sequence[IndexVerdict], of: int) -> str:
         return f"{_number(len(ones), of)} {verb} between runs of a warm engine."
     if all(one.ordinal in case.reference_pair for one in ones):
         return f"{_number(len(ones), of)} {verb} between two runs of the reference."
-    counted = [*(case.exact_test, case.pooled_test, case.race_test)]
+    differ = f"{_number(len(ones), of)} {verb} between a warm engine and fresh ones"
+    counted = [case.exact_test, case.race_test, *case.pooled_tests.values()]
     counted += [found for one in case.warm_tests for found in one.tests.values()]
     best = min((one.p_value for one in counted if one is not None), default=1.0)
+    if best <= VERDICT_ALPHA:
+        # No noise of single answers; what is left is noise that an engine keeps.
+        return (
+            f"{differ}: an engine that rounds differently for its whole life is not excluded; "
+            f"{_more_lives(case)}."
+        )
     help_ = "ask more samples"
     if not case.is_exact:
         help_ += ", or record digests of the logits"
     elif not case.joined.has(PERSISTENT, PERSISTENT_AGAIN):
         help_ += f", or run {PERSISTENT_AGAIN}"
-    return (
-        f"{_number(len(ones), of)} {verb} between a warm engine and fresh ones: too few to tell "
-        f"a leak from noise (p = {best:.2g}); {help_}."
-    )
+    return f"{differ}: too few to tell a leak from noise (p = {best:.2g}); {help_}."
+
+
+def _more_lives(case: Case) -> str:
+    """Say what would exclude noise of a life."""
+    missing = [one for one in (PERSISTENT_AGAIN, SHUFFLED) if not case.joined.has(one)]
+    return f"record margins, or run {missing[0]}" if missing else "record margins, or ask more"
 
 
 def _undecided(case: Case, found: Sequence[IndexVerdict], of: int) -> str:

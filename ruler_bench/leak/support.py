@@ -21,9 +21,11 @@ from ruler_bench.leak.join import (
     PERSISTENT_AGAIN,
     REFERENCE,
 )
+from ruler_bench.leak.life_noise import are_too_many
 from ruler_bench.leak.tests_of_difference import (
     EXACT_ALPHA,
     VERDICT_ALPHA,
+    lives_apart,
     odd_one_out,
     one_of_two,
 )
@@ -52,6 +54,18 @@ def least_odd(level: float = VERDICT_ALPHA) -> int:
 def least_of_two(level: float = VERDICT_ALPHA) -> int:
     """Return the least number of cases, all one way, of two sides that carries a verdict."""
     return next(n for n in range(1, 100) if one_of_two(n, n).p_value <= level)
+
+
+def least_apart(lives: int, answers: int) -> int:
+    """Return the least number of answers that carries a verdict where each of some warm lives
+    differs in all of them, and a life may have another kernel.
+    """
+    enough = (
+        n
+        for n in range(1, 200)
+        if lives_apart(lives, n, n) <= VERDICT_ALPHA or (n <= answers and are_too_many(n, answers))
+    )
+    return max(least_odd() if lives == 1 else 1, next(enough))
 
 
 def support(case: Case) -> Iterator[Support]:
@@ -98,9 +112,10 @@ def _leak(case: Case) -> tuple[bool, str]:
             f"needs {FRESH} and {FRESH_AGAIN}, or the prompts for canaries"
         )
     if case.control is None:
+        least = max(least_of_two(), least_apart(1, len(case.ordinals)))
         rest = (
-            f"{least_of_two()} answers right in fresh engines alone; {FRESH_AGAIN} would make it "
-            f"{least_odd()} answers that differ in any way"
+            f"{least_of_two()} answers right in fresh engines alone where margins are known, "
+            f"otherwise {least}; {FRESH_AGAIN} would count answers that differ in any way"
         )
     elif case.is_exact:
         least, again = (
@@ -112,7 +127,11 @@ def _leak(case: Case) -> tuple[bool, str]:
             f"{again} suffices" if has_again else f"{least} that differ suffice, or {again}"
         )
     else:
-        rest = f"{least_odd()} answers that differ between warm and fresh alone"
+        lives = len(case.warm_tests)
+        least = least_apart(lives, len(case.ordinals))
+        rest = f"{least} answers that differ between {'all ' * (lives > 1)}warm and fresh alone"
+        if least > least_odd():
+            rest += f", {least_odd()} by more than rounding where margins are known"
     return True, "; ".join(filter(None, [canary, rest]))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ruler_bench.leak.case import ANSWERS, BITS, CORRECTNESS, Case, WarmTest
+from ruler_bench.leak.case import Case, WarmTest
+from ruler_bench.leak.differences import ANSWERS, BITS, CORRECTNESS, LOGITS
 from ruler_bench.leak.join import FRESH, FRESH_AGAIN, PERSISTENT, SHUFFLED
 from ruler_bench.leak.tests_of_difference import (
     Counted,
@@ -38,6 +39,7 @@ class Test:
 
 _LEVEL_WORDS = {
     BITS: "the logits or the answer",
+    LOGITS: "the logits, by more than rounding",
     ANSWERS: "the answer",
     CORRECTNESS: "whether it is right",
 }
@@ -45,15 +47,17 @@ _LEVEL_WORDS = {
 
 def tests(case: Case) -> Iterator[Test]:
     """Yield what was tested, the strongest first."""
-    pooled = case.pooled_test
-    if pooled is not None:
+    for level, pooled in case.pooled_tests.items():
+        if level == LOGITS and pooled == case.pooled_tests[ANSWERS]:
+            continue
         yield Test(
-            "warm against fresh",
-            f"Do all warm arms together differ from {case.fresh} and {case.control}, these being "
-            "equal, more than from any other two?",
+            "warm against fresh" + ", logits" * (level == LOGITS),
+            f"In {_LEVEL_WORDS[level]}: do all warm arms together differ from {case.fresh} and "
+            f"{case.control}, these being equal, more than from any other two?",
             f"{pooled.count} warm answers differ, of {pooled.cases} at most",
             pooled.p_value,
         )
+    yield from _lives(case)
     for warm in case.warm_tests:
         yield from _warm(case, warm)
     if case.exact_test is not None:
@@ -90,17 +94,31 @@ def tests(case: Case) -> Iterator[Test]:
         )
 
 
+def _lives(case: Case) -> Iterator[Test]:
+    apart = case.life_noise.apart[ANSWERS]
+    if apart is not None and apart.odd:
+        count = len(apart.lives)
+        yield Test(
+            "lives as units",
+            "Could engines that round differently for their whole life show as much, however "
+            "common they are?",
+            f"{count} warm {'life' if count == 1 else 'lives'} with at least {apart.odd} answers "
+            "that differ from two equal fresh ones",
+            apart.p_value,
+        )
+
+
 def _counted(name: str, question: str, what: str, found: Counted) -> Test:
     return Test(name, question, f"{found.cases} {what} {found.count}", found.p_value)
 
 
 def _warm(case: Case, warm: WarmTest) -> Iterator[Test]:
     for level, found in warm.tests.items():
-        if level == BITS and found == warm.tests[ANSWERS]:
-            continue  # nothing was compared bit by bit
+        if level in (BITS, LOGITS) and found == warm.tests.get(ANSWERS, warm.tests[CORRECTNESS]):
+            continue  # nothing was compared bit by bit, or by logits
         if case.control is None:
             yield _counted(
-                f"{warm.arm}, one-sided",
+                f"{warm.arm}, one-sided" + ", logits" * (level == LOGITS),
                 f"Is {FRESH} right where {warm.arm} is wrong?",
                 f"indices that only one of them has right; {FRESH} in",
                 found,

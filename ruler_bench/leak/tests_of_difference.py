@@ -7,9 +7,10 @@ which question.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -121,6 +122,89 @@ def warm_against_fresh(cases: Sequence[Sequence[int]]) -> Counted:
 def one_of_two(count: int, cases: int) -> Counted:
     """Test whether one of two exchangeable sides has more: one-sided Binomial(cases, 1/2)."""
     return Counted(count, cases, binomial_tail(count, cases, Fraction(1, 2)))
+
+
+def all_in(groups: Iterable[tuple[int, int]]) -> float:
+    """Return how likely it is that all bad answers are warm where the arms are exchangeable.
+
+    At an index with `warm` arms and two fresh ones, `bad` of which give another answer than the
+    rest, C(warm, bad) of C(warm + 2, bad) choices are all warm.
+
+    Args:
+        groups: warm arms and bad answers of each index.
+
+    Raises:
+        ValueError: more answers are bad than are warm.
+    """
+    share = Fraction(1)
+    for warm, bad in groups:
+        if bad > warm:
+            raise ValueError(f"{bad} bad answers of {warm}")
+        share *= Fraction(math.comb(warm, bad), math.comb(warm + 2, bad))
+    return float(share)
+
+
+# --- noise that an engine keeps for its life ----------------------------------------------------
+#
+# An engine may take another kernel when it starts, which rounds differently in all its answers.
+# Then the answers of one life are one observation. How common that kernel is nobody knows, so that
+# each p-value below is that at the share for which it is largest.
+
+_SHARES = tuple(1 / (1 + math.exp(-step / 10)) for step in range(-80, 81))
+
+
+@functools.lru_cache(maxsize=4096)
+def lives_apart(lives: int, odd: int, cases: int) -> float:
+    """Return the p-value of warm lives that are apart from fresh ones, answers of a life being one.
+
+    The lives took a kernel of some share. Of two fresh engines at an index that it changes, both
+    took another with chance (1 - share)^2, and one of them with 2 share (1 - share); where both
+    took the same one as the lives, nothing shows.
+
+    Args:
+        lives: warm lives, each of which differs from two equal fresh engines at all `odd` indices.
+        odd: indices at which it does.
+        cases: these, and those at which the two fresh engines differ.
+    """
+    return _largest(lambda share: share**lives * _tail(odd, cases, (1 - share) / (1 + share)))
+
+
+@functools.lru_cache(maxsize=4096)
+def lives_apart_in_bits(lives: int, odd: int, equal: int) -> float:
+    """Return the same where bits are compared and any two fresh engines are equal at each index.
+
+    Another kernel changes the bits of every answer, so that fresh engines with the bits of the warm
+    lives took the same kernel as these. Counted are outcomes with so many odd indices or more, and
+    with an equal one where there is one.
+
+    Args:
+        lives: warm lives, equal among each other.
+        odd: indices at which both fresh engines have other bits.
+        equal: those at which both have the same.
+    """
+    cases = odd + equal
+    counts = range(odd, cases + (equal == 0))
+
+    def chance(share: float) -> float:
+        other = 1 - share
+        ways = (
+            math.comb(cases, one) * other ** (2 * one) * share ** (2 * (cases - one))
+            for one in counts
+        )
+        return share**lives * sum(ways)
+
+    return _largest(chance)
+
+
+def _largest(chance: Callable[[float], float]) -> float:
+    return min(1.0, max(map(chance, _SHARES)))
+
+
+def _tail(count: int, cases: int, chance: float) -> float:
+    return sum(
+        math.comb(cases, one) * chance**one * (1 - chance) ** (cases - one)
+        for one in range(count, cases + 1)
+    )
 
 
 def mcnemar(first_only: int, second_only: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from backends.base import OUTLIVES_CLOSE
 from ruler_bench.leak.arms import Arm
-from ruler_bench.leak.case import BITS, Case
+from ruler_bench.leak.case import Case
 from ruler_bench.leak.classes import (
     CANARY,
     CLASSES,
@@ -31,7 +31,7 @@ from ruler_bench.leak.classes import (
     Evidence,
     IndexVerdict,
 )
-from ruler_bench.leak.differences import Difference
+from ruler_bench.leak.differences import BITS, Difference
 from ruler_bench.leak.join import (
     FRESH,
     FRESH_AGAIN,

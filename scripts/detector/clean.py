@@ -23,7 +23,7 @@ ENGINES: Mapping[str, Sequence[str]] = {
 its fresh engines are built in one process."""
 REFERENCES = {HF: "gpu_only"}
 """Whose persistent arm is the reference, where it is not the plan's."""
-ARMS = (PERSISTENT, FRESH, FRESH_AGAIN)
+ARMS = (PERSISTENT, PERSISTENT_AGAIN, FRESH, FRESH_AGAIN)
 OTHER_THREADS = 2
 OTHER = f"hf, {OTHER_THREADS} threads,"
 

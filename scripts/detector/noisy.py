@@ -20,6 +20,7 @@ NOISES = {
     "random_answers": "an answer, drawn anew each time, is seven random digits",
     "wrong_when_fresh": "some prompts are always answered wrongly, and there are near-tie flips",
     "kernel_by_life": "each engine takes one of two kernels, which round differently for its life",
+    "rare_kernel_by_life": "likewise, and one engine in ten takes the other kernel",
 }
 """Kinds of noise, and what each does."""
 REVEALS = ("bits", "margins", "tokens", "text")
@@ -27,6 +28,8 @@ REVEALS = ("bits", "margins", "tokens", "text")
 PATHS = ("own", "reference")
 NEAR_TIE_LOGITS = {"float32": 0.005, "bfloat16": 0.05}
 """Largest margin of a near tie: a quarter of what rounding accounts for in that dtype."""
+KERNELS = {"kernel_by_life": 0.5, "rare_kernel_by_life": 0.1}
+"""Share of engines that take the other kernel, by the noise."""
 ROUNDING_LOGITS = 0.001
 WRONG_SHARE = 0.3
 
@@ -90,7 +93,7 @@ class NoisyEngine:
         self._reveals, self._path, self._wrong, self._seed = reveals, path, wrong, seed
         self._near_tie = NEAR_TIE_LOGITS[dtype]
         self._random = random.Random(None if life is None else f"{seed} {life}")
-        self._kernel = self._random.randrange(2) if noise == "kernel_by_life" else 0
+        self._kernel = int(self._random.random() < KERNELS.get(noise, 0.0))
 
     def generate(self, request: Request) -> Generation:
         """Answer one request.
@@ -106,7 +109,7 @@ class NoisyEngine:
             drawn = self._of_prompt(f"runner-up {place}", request.prompt)
             other = str((int(text[place]) + drawn.randint(1, 9)) % 10)
             flipped = text[:place] + other + text[place + 1 :]
-            rounds = self._noise != "kernel_by_life"
+            rounds = self._noise not in KERNELS
             return self._told(request.prompt, flipped, place, rounds)
         return self._told(request.prompt, text, self._place_of_tie(request.prompt, text))
 
@@ -125,7 +128,7 @@ class NoisyEngine:
 
     def _place_of_tie(self, prompt: str, text: str) -> int | None:
         """Return where a prompt's own near tie is, or None where it has none."""
-        if self._noise not in ("near_tie_prompts", "kernel_by_life"):
+        if self._noise not in ("near_tie_prompts", *KERNELS):
             return None
         drawn = self._of_prompt("tie", prompt)
         # Half of the answers to such a prompt fall the other way.
@@ -134,7 +137,7 @@ class NoisyEngine:
     def _tie(self, prompt: str, text: str) -> int | None:
         """Return the character that falls the other way this time, or None."""
         own = self._place_of_tie(prompt, text)
-        if self._noise == "kernel_by_life":
+        if self._noise in KERNELS:
             return own if self._kernel else None
         if own is not None:
             return own if self._random.random() < 1 / 2 else None

@@ -24,8 +24,6 @@ ordinal, expected, output, kind, and instead: the kind that it should be, or nul
 NOTES = "detector_notes.md"
 """Where there is one: what a reader must know of how the rows came about, put at the end."""
 ASKED_COMPARISONS = 150
-BEYOND = "kernel_by_life"
-"""Noise that no request of the proof asks for, shown apart: it stays for an engine's life."""
 
 
 def write(out: Path, parts: Sequence[str]) -> bool:
@@ -55,7 +53,7 @@ def is_wrong(row: Row) -> bool:
         return True
     if row["kind"] == "faults":
         return not found["right_class"] or found["class_at"] is None
-    return bool(found["false_alarm"]) and found.get("noise") != BEYOND
+    return bool(found["false_alarm"])
 
 
 def outcome(row: Row) -> str:
@@ -324,14 +322,13 @@ def _noisy(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
     done = _measured(rows)
     if not done:
         return
-    asked = [row for row in done if row["figures"]["noise"] != BEYOND]
-    alarms = sum(bool(row["figures"]["false_alarm"]) for row in asked)
-    runner = sum("through the runner" in row["name"] for row in asked)
+    alarms = sum(map(is_wrong, done))
+    runner = sum("through the runner" in row["name"] for row in done)
     yield "## False alarms: noisy engines"
     yield (
-        f"{alarms} of {len(asked)} runs raise an alarm (leak, race or engine fault, of the whole "
+        f"{alarms} of {len(done)} runs raise an alarm (leak, race or engine fault, of the whole "
         f"or of any index), {_samples(done)} samples each"
-        + (f"; none in {len(asked)} excludes {_bound(len(asked))} of runs" if not alarms else "")
+        + (f"; none in {len(done)} excludes {_bound(len(done))} of runs" if not alarms else "")
         + f". {runner} of them went through the runner, each fresh engine in a process of its own; "
         "the others were made in memory, by the same engine, orders of requests and scoring, and "
         "are repeatable; they ask the same samples of three tasks, with other noise each time. "
@@ -348,16 +345,6 @@ def _noisy(rows: Sequence[Row], manifest: Any) -> Iterator[str]:
         ("noise", "what it does", "runs", "verdicts", "indices by class", "alarms"),
         [_noisy_row(name, groups[name]) for name in order if name in groups],
     )
-    beyond = [row for row in done if row["figures"]["noise"] == BEYOND]
-    raised = [row for row in beyond if row["figures"]["false_alarm"]]
-    if beyond:
-        yield (
-            f"{BEYOND} is not counted above: noise that an engine keeps for its life, as with a "
-            f"kernel that is chosen when a process starts. {len(raised)} of {len(beyond)} such "
-            f"runs raise an alarm; with them it is {alarms + len(raised)} of {len(done)}. The "
-            "tests take the answers of one engine as independent of each other, which they are not "
-            "there."
-        )
     wrong = [row for row in done if row["figures"]["false_alarm"]]
     if wrong:
         yield "Alarms:\n\n" + "\n".join(

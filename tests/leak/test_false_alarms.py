@@ -53,6 +53,64 @@ def _wrong_when_fresh(made, rng, rate, with_flips):
             yield made.answer(name, ordinal, " 7" if flips else text, bits=None)
 
 
+LIVES = (
+    ("persistent", "fresh"),
+    ("persistent", "fresh", "fresh_again"),
+    ("persistent", "persistent_again", "fresh", "fresh_again"),
+    NAMES,
+)
+"""Sets of arms; the fewer, the less is known of what an engine keeps for its life."""
+
+
+def _kernels(made, rng, names, samples, *, share, tells):
+    """Each engine takes a kernel for its life, which turns near ties and changes all bits.
+
+    A share of the engines takes one, the others another; with None each has one of its own.
+    """
+    rate = rng.choice((0.01, 0.02, 0.05, 0.1))
+    ties = {one: _tie(made, rng, one) for one in range(samples) if rng.random() < 2 * rate}
+    kernels = {name: _kernel(rng, share) for name in names}
+    for name in names:
+        for ordinal in range(samples):
+            kernel = _kernel(rng, share) if name.startswith("fresh") else kernels[name]
+            rounding = Random(f"{kernel} {ordinal}")
+            text = f" {made.number(ordinal)}."
+            margin = [8 + rounding.uniform(-0.001, 0.001) for _ in range(9)]
+            if ordinal in ties:
+                turned = kernel == 1 if share else rounding.random() < 0.5
+                text, place = ties[ordinal][turned], ties[ordinal][2]
+                margin[place] = 0.003
+            yield made.answer(
+                name,
+                ordinal,
+                text,
+                margin=margin if tells != "text" else None,
+                bits=f"kernel {kernel}" if tells == "bits" else None,
+                tokens=tells != "text",
+            )
+
+
+def _kernel(rng, share):
+    return int(rng.random() < share) if share else rng.randrange(10**9)
+
+
+@pytest.mark.parametrize("tells", ["bits", "margins", "text"])
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.05, 0.9, None])
+def test_no_alarm_where_an_engine_rounds_otherwise_for_its_life(made, share, tells):
+    """Whatever the engine tells, however many answers there are, however common its kernel is."""
+    alarms = []
+    for seed, names in enumerate(LIVES * 5):
+        rng = Random(f"{share} {tells} {seed}")
+        samples = rng.choice((2, 3, 5, 8, 12, 20, 20, 40))
+        # Of an engine that is not ours: ours promises the same kernels in every life.
+        arms = {name: made.arm(name, {"dtype": "float32"}, "server") for name in names}
+        arms = {**arms, "reference": made.arm("reference", made.OTHER_PATH)}
+        records = list(_kernels(made, rng, names, samples, share=share, tells=tells))
+        verdict = judge(records, arms, prompts=made.prompts(samples))
+        alarms += [(seed, verdict.sentence)] if any(verdict.count(one) for one in ALARMS) else []
+    assert alarms == []
+
+
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("noise", [_near_ties, _random_outputs, _wrong_when_fresh])
 def test_no_alarm_in_300_clean_and_noisy_runs(made, noise, known):
@@ -86,19 +144,19 @@ def test_no_alarm_where_the_arms_are_few(made):
 
 
 def test_the_same_noise_does_not_hide_a_leak(made):
-    """The founding case in text alone: 20 of 100 answers change, on top of noise of 3%."""
-    names = ("persistent", "persistent_again", "fresh", "fresh_again")
+    """The founding case in text alone: 34 of 100 answers change, on top of noise of 3%."""
+    names = ("persistent", "persistent_again", "shuffled", "fresh", "fresh_again")
     for seed in range(8):
         rng = Random(seed)
-        leaked = set(rng.sample(range(1, 100), 20))
+        leaked = set(rng.sample(range(1, 100), 34))
         records = [
             made.answer(name, one, " 7" if bad else None, tokens=False)
             for name in names
             for one in range(100)
-            for bad in [(one in leaked and name in names[:2]) or rng.random() < 0.03]
+            for bad in [(one in leaked and name in names[:3]) or rng.random() < 0.03]
         ]
         verdict = judge(records, made.arms(*names))
         assert verdict.verdict == "leak"
         found = {one.ordinal for one in verdict.indices if one.verdict == "leak"}
-        assert len(found & leaked) >= 15
-        assert len(found - leaked) <= 8
+        assert len(found & leaked) >= 28
+        assert len(found - leaked) <= 14

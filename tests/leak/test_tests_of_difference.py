@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ruler_bench.leak.tests_of_difference import (
+    all_in,
     binomial_tail,
     clean_start,
     excluded_rate,
     fisher,
+    lives_apart,
+    lives_apart_in_bits,
     mcnemar,
     odd_one_out,
     one_of_two,
@@ -190,3 +193,47 @@ def test_the_odd_one_out_keeps_its_level_under_noise():
         [odd_one_out(int(k), int(m)).is_shown for k, m in zip(odd, cases, strict=True)]
     )
     assert alarms <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
+
+
+@given(st.lists(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))))
+def test_all_that_is_bad_is_warm_as_often_as_choices_of_the_bad_are(groups):
+    expected = 1.0
+    for warm, bad in groups:
+        choices = list(itertools.combinations(range(warm + 2), bad))
+        expected *= sum(max(one, default=-1) < warm for one in choices) / len(choices)
+    assert all_in(groups) == pytest.approx(expected)
+
+
+SHARES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("lives", [1, 2, 3])
+def test_lives_are_apart_no_more_often_than_their_p_value_says(share, lives):
+    """Every outcome of four indices that another kernel changes, however common it is."""
+    for odd, cases in itertools.combinations_with_replacement(range(1, 5), 2):
+        chance = 0.0
+        for outcome in itertools.product(range(3), repeat=cases):
+            # 0: both fresh engines took the other kernel; 1: one of them; where none did, nothing
+            # shows, and the index is no case.
+            likely = [(1 - share) ** 2, 2 * share * (1 - share)]
+            weights = [one / sum(likely) for one in likely]
+            if 2 not in outcome and outcome.count(0) >= odd:
+                chance += math.prod(weights[one] for one in outcome)
+        found = lives_apart(lives, odd, cases)
+        assert share**lives * chance <= found + 1e-3
+        assert found <= 1
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_lives_are_apart_in_bits_no_more_often_than_their_p_value_says(share):
+    for lives, odd, equal in itertools.product((1, 2), (1, 2, 3), (0, 1, 2)):
+        cases = odd + equal
+        chance = 0.0
+        for outcome in itertools.product((0, 1), repeat=2 * cases):
+            pairs = [sum(outcome[2 * one : 2 * one + 2]) for one in range(cases)]
+            if 1 in pairs:
+                continue  # two fresh engines differ
+            is_as_odd = pairs.count(0) >= odd and (equal == 0 or pairs.count(2) >= 1)
+            chance += math.prod(share if one else 1 - share for one in outcome) * is_as_odd
+        assert share**lives * chance <= lives_apart_in_bits(lives, odd, equal) + 1e-3

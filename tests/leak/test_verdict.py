@@ -66,18 +66,55 @@ def test_the_sentence_of_a_leak(made):
     assert kinds[0] == "canary"
 
 
-def test_six_texts_that_differ_are_enough_and_three_are_not(made):
-    """Prediction files: no tokens, no digests, no margins."""
+@pytest.mark.parametrize(
+    ("names", "bad", "expected"),
+    [
+        (("persistent",), 8, "leak"),
+        (("persistent",), 7, "unstable"),
+        (("persistent", "persistent_again"), 8, "leak"),
+        (("persistent", "persistent_again"), 7, "unstable"),
+        (("persistent", "persistent_again", "shuffled"), 5, "leak"),
+        (("persistent", "persistent_again", "shuffled"), 4, "unstable"),
+    ],
+)
+def test_the_more_lives_the_fewer_texts_are_enough(made, names, bad, expected):
+    """Prediction files: no tokens, no digests, no margins; a life may have another kernel."""
+
+    def changed(name, ordinal):
+        return {"text": " 12"} if _is_warm(name) and 0 < ordinal <= bad else None
+
+    names = (*names, "fresh", "fresh_again")
+    verdict = judge(_records(made, names, changed, tokens=False), made.arms(*names))
+    assert (verdict.verdict, verdict.count(expected)) == (expected, bad)
+    assert verdict.status == (3 if expected == "leak" else 5)
+    if expected == "unstable":
+        assert "rounds differently for its whole life is not excluded" in verdict.sentence
+    needed = {one.verdict: one.how for one in verdict.support}["leak"]
+    least = {1: 8, 2: 8, 3: 5}[len(names) - 2]
+    assert f"{least} answers that differ" in needed
+
+
+def test_three_texts_that_differ_are_too_few(made):
     names = ("persistent", "fresh", "fresh_again")
-    for bad, expected, status in ((6, "leak", 3), (3, "unstable", 5)):
 
-        def changed(name, ordinal, bad=bad):
-            return {"text": " 12"} if name == "persistent" and 0 < ordinal <= bad else None
+    def changed(name, ordinal):
+        return {"text": " 12"} if name == "persistent" and 0 < ordinal <= 3 else None
 
-        verdict = judge(_records(made, names, changed, tokens=False), made.arms(*names))
-        assert (verdict.verdict, verdict.status) == (expected, status)
-        assert verdict.count(expected) == bad
+    verdict = judge(_records(made, names, changed, tokens=False), made.arms(*names))
+    assert (verdict.verdict, verdict.status) == ("unstable", 5)
     assert "too few to tell a leak from noise (p = 0.037)" in verdict.sentence
+
+
+def test_by_more_than_rounding_six_answers_of_one_life_are_enough(made):
+    """Margins tell that no near tie fell the other way, so that no other kernel explains it."""
+    names = ("persistent", "fresh", "fresh_again")
+    for margin, expected in ((10.0, "leak"), (0.02, "unstable")):
+
+        def changed(name, ordinal):
+            return {"text": " 12"} if name == "persistent" and 0 < ordinal <= 6 else None
+
+        records = _records(made, names, changed, bits=None, margin=margin)
+        assert judge(records, made.arms(*names)).verdict == expected
 
 
 def test_a_leak_inside_right_answers_counts(made):
@@ -97,6 +134,19 @@ def test_one_leaked_answer_is_enough_where_fresh_bits_agree_and_it_repeats(made)
 
     verdict = judge(_records(made, ALL, leak), made.arms(*ALL))
     assert (verdict.verdict, _classes(verdict)) == ("leak", {19: "leak"})
+
+
+@pytest.mark.parametrize(
+    ("count", "bad", "expected"),
+    [(2, (1,), "unstable"), (9, (4,), "unstable"), (10, (4,), "leak"), (3, (1, 2), "leak")],
+)
+def test_one_answer_that_comes_again_among_few_may_be_a_race(made, count, bad, expected):
+    def hit(name, ordinal):
+        return {"text": " 12"} if name.startswith("persistent") and ordinal in bad else None
+
+    names = ALL[:4]
+    records = [one for one in _records(made, names, hit) if one.ordinal < count]
+    assert judge(records, made.arms(*names)).verdict == expected
 
 
 def test_bits_are_not_compared_where_settings_that_decide_them_differ(made):
