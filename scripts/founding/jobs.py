@@ -13,6 +13,7 @@ from typing import Any
 
 from backends.base import ConfigurationError
 from ruler_bench.errors import UsageError
+from ruler_bench.journal import read_run
 from ruler_bench.leak.join import FRESH, FRESH_AGAIN, PERSISTENT, PERSISTENT_AGAIN, REFERENCE
 from ruler_bench.manifest import differences
 from scripts.founding.launch import Launch
@@ -66,12 +67,14 @@ class Job:
     Attributes:
         part: one of PARTS.
         task: by name.
+        samples: that it asks.
         folder: of the run.
         overrides: what it is asked, the folder and the workers apart.
     """
 
     part: str
     task: str
+    samples: int
     folder: Path
     overrides: tuple[str, ...]
 
@@ -110,7 +113,7 @@ def jobs_of(plan: Plan, part: str, out: Path) -> Iterator[Job]:
             f"fresh.on={plan.fresh}",
             *([f"fresh.audit={plan.audit}"] if plan.fresh == "suspects" else []),
         )
-        yield Job(part, task, out / "runs" / part / task, overrides)
+        yield Job(part, task, plan.samples, out / "runs" / part / task, overrides)
 
 
 def _arms(plan: Plan, part: str) -> list[str]:
@@ -206,8 +209,27 @@ def run(
 def _timed(job: Job, workers: int, launch: Launch) -> tuple[int, float]:
     started = time.perf_counter()
     job.folder.parent.mkdir(parents=True, exist_ok=True)
-    status = launch([*job.overrides, f"workers={workers}", f"out={job.folder}"], log_of(job))
+    anew = ["overwrite=true"] if is_torn(job) else []
+    arguments = [*job.overrides, f"workers={workers}", *anew, f"out={job.folder}"]
+    status = launch(arguments, log_of(job))
     return status, time.perf_counter() - started
+
+
+def is_torn(job: Job) -> bool:
+    """Tell whether an arm that one engine must serve was begun and not finished by that engine.
+
+    Another that went on in its place would have served other requests before, so that two runs of
+    one stream would differ without a race. Fresh engines are asked later and lose nothing.
+    """
+    found = read_run(job.folder) if (job.folder / "records.jsonl").exists() else None
+    if found is None:
+        return False
+    for arm in (PERSISTENT, PERSISTENT_AGAIN):
+        answers = [one for one in found.records if one.arm == arm]
+        lives = {one.life for one in answers}
+        if len(lives) > 1 or 0 < len({one.ordinal for one in answers}) < job.samples:
+            return True
+    return False
 
 
 def log_of(job: Job) -> Path:

@@ -80,16 +80,23 @@ def test_one_prefix_cache_that_generate_appends_to_is_found_in_real_processes(as
     assert finished.status == 3
     assert finished.out.startswith(
         "niah_single_1: LEAK. 1 of 2 answers changes when the engine has served others; "
-        "first at position 1."
+        "first at position 1"
     )
     assert (verdict["verdict"], verdict["status"]) == (LEAK, 3)
     assert classes(verdict) == [OK, LEAK]
     assert [row["correct"] for row in rows if row["arm"] == "persistent"] == [True, False]
     assert all(row["correct"] for row in rows if row["arm"].startswith("fresh"))
-    path, *others = evidence(verdict, 1)
+    # The answer is mixed from both samples' (transformers 5.24, with hints besides) or is the first
+    # one's, whole (5.17: canaries, which come first).
+    found = evidence(verdict, 1)
+    assert {one.partition(":")[0] for one in found} - {"canary", "hint"} == {
+        "same path",
+        "correctness",
+    }
+    path = next(one for one in found if one.startswith("same path"))
     assert path.startswith("same path: persistent and fresh differ in tokens from token 0,")
     assert path.endswith("logits apart")
-    assert "correctness: persistent is wrong, fresh is right" in others
+    assert "correctness: persistent is wrong, fresh is right" in found
     assert verdict["arms"]["fresh"]["lifetime"] == "engine_per_sample"
 
 

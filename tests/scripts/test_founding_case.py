@@ -27,6 +27,7 @@ class Here:
     def __call__(self, arguments, log):
         self.calls.append(arguments)
         folder = Path(arguments[-1].removeprefix("out="))
+        assert "overwrite=true" not in arguments
         if "backend.num_gpu_blocks=4" in arguments:
             twin = folder.parents[1] / folder.parent.name.replace("4", "2") / folder.name
             shutil.copytree(twin, folder, dirs_exist_ok=True)
@@ -134,6 +135,31 @@ def test_what_is_missing_is_said_and_is_no_success(asked, tmp_path):
     # A leak after, or none before, is no success either.
     shutil.copytree(part / "runs" / "after_2_slots", part / "runs" / "before_4_slots")
     assert founding_case.main(["--out", str(part), "--render"]) == 1
+
+
+def test_what_one_engine_had_begun_another_does_not_finish(asked, tmp_path):
+    out, _ = asked
+    part = tmp_path / "case"
+    shutil.copytree(out, part)
+    records = part / "runs" / "before_2_slots" / "niah_single_1" / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+
+    def asks_anew():
+        launch = Ends()
+        replay(part, "--part", "before_2_slots", launch=launch)
+        (call,) = launch.calls
+        return "overwrite=true" in call
+
+    assert not asks_anew()
+    records.write_text("".join(lines[:2]))  # of the first arm
+    assert asks_anew()
+    records.write_text("".join(lines[:5]))  # of its repetition
+    assert asks_anew()
+    records.write_text("".join(lines[:7]))  # of a fresh engine
+    assert not asks_anew()
+    again = json.loads(lines[2]) | {"life": 2}
+    records.write_text("".join([*lines[:2], json.dumps(again) + "\n", *lines[3:]]))
+    assert asks_anew()
 
 
 def test_a_run_that_dies_leaves_the_others_and_is_named(tmp_path, capsys):
