@@ -69,7 +69,7 @@ def job(config: DictConfig) -> JobResult:
     for cell in planned:
         try:
             if config.dry_run:
-                print(describe_cell(cell))
+                print(describe_cell(cell, config.overwrite))
                 continue
             outcome = run_cell(cell, config.overwrite)
         except ConfigurationError as error:

@@ -1,37 +1,37 @@
-"""What a run would do, for `dry_run=true`: no engine is started and no sample is made."""
+"""What a run would do, for `dry_run=true`: samples are made and checked, no engine is started."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+from backends.base import ConfigurationError
+from ruler_bench import manifest
 from ruler_bench.config import Cell
-from ruler_bench.host import memory_plan
-from ruler_bench.journal import read_run
-from ruler_bench.leak.arms import REFERENCES
+from ruler_bench.host import memory_plan, settings_of_arm
+from ruler_bench.leak.arms import REFERENCES, variant_of
 from ruler_bench.records import Record
-from ruler_bench.report import Run
-from ruler_bench.run import (
-    check_cell,
-    harness_arguments,
-    least_context_tokens,
-    load_tokenizers,
-    planned,
-)
+from ruler_bench.run import Bench, check_cell, prepared, with_advice_that_works
 from ruler_bench.streams import Stream
 
 
-def describe_cell(cell: Cell) -> str:
+def describe_cell(cell: Cell, overwrite: bool = False) -> str:
     """Return lines for a person: how many requests, of which size, in which memory and folder.
 
+    Everything is checked that a run checks before it starts an engine, by the same code.
+
+    Args:
+        cell: what would run.
+        overwrite: what its folder holds would not be gone on with.
+
     Raises:
-        UsageError, ConfigurationError: a setting is wrong or the memory plan does not fit, as far
-            as that shows without starting the engine.
+        UsageError, ConfigurationError: the run would be refused.
     """
     model = check_cell(cell)
-    run = read_run(cell.folder)
-    plans = [_plan(cell, one, run) for one in planned(cell)]
+    manifest.check_folder(cell.folder)
+    bench = prepared(cell, model, overwrite, only_look=True)
+    plans = [_plan(bench, one) for one in bench.streams]
     missing, done = sum(one.missing for one in plans), sum(one.done for one in plans)
     most = "at most " * any(one.is_most for one in plans)
     lines = [
@@ -42,7 +42,7 @@ def describe_cell(cell: Cell) -> str:
         f"  tokens: {missing * cell.length} of prompt and generation, at most",
         f"  expected time: {_expected_time(plans)}",
         f"  folder: {cell.folder}",
-        *_memory_plan(cell, model),
+        *_memory_plan(bench),
     ]
     return "\n".join(lines)
 
@@ -82,8 +82,8 @@ class _Plan:
         return alone / min(self.workers, self.engines)
 
 
-def _plan(cell: Cell, stream: Stream, run: Run | None) -> _Plan:
-    records = [] if run is None else run.records
+def _plan(bench: Bench, stream: Stream) -> _Plan:
+    cell, records = bench.cell, bench.journal.records
     steps = {one.step for one in stream.steps}
     mine = [one for one in records if one.arm == stream.arm]
     left = stream.left(mine)
@@ -97,7 +97,7 @@ def _plan(cell: Cell, stream: Stream, run: Run | None) -> _Plan:
         engines=len(pending) if stream.kind.is_fresh else min(1, len(pending)),
         is_most=stream.kind.is_fresh and cell.fresh.on == "suspects" and bool(pending),
         sample_seconds=seconds,
-        start_seconds=_start_seconds(stream.arm, {} if run is None else run.manifest),
+        start_seconds=_start_seconds(stream.arm, bench.journal.manifest),
         measured_in=measured_in,
         workers=cell.workers if stream.kind.is_fresh else 1,
     )
@@ -147,17 +147,45 @@ def _arm_lines(cell: Cell, plans: Sequence[_Plan]) -> list[str]:
     return lines
 
 
-def _memory_plan(cell: Cell, model: Path) -> list[str]:
-    """Return the engine's plan under its title; nothing for a backend that has none to tell."""
-    _, tokenizer = load_tokenizers(cell, model)
-    context = least_context_tokens(cell, model, tokenizer)
-    lines = memory_plan(cell.backend_settings, harness_arguments(cell, model, context))
-    if lines is None:
-        return []
-    asked = cell.backend_settings.get("max_model_len")
-    is_least = asked is None and cell.tokenizer != cell.model_path
-    least = ", at least (another tokenizer measures the samples)" if is_least else ""
-    return [f"  memory plan{least}:", *(f"    {line}" for line in lines)]
+def _memory_plan(bench: Bench) -> list[str]:
+    """Return the engine's plan under its title; nothing for a backend that has none to tell.
+
+    Raises:
+        UsageError, ConfigurationError: an arm's engine does not fit or refuses a setting.
+    """
+    lines = None
+    for arm in bench.cell.arms:
+        if arm in REFERENCES:
+            continue
+        try:
+            found = _plan_of(bench, settings_of_arm(arm, bench.cell.backend_settings))
+        except ConfigurationError:
+            if bench.cell.is_diagnosis and variant_of(arm):
+                continue  # a run leaves the arm out
+            raise
+        lines = found if lines is None else lines
+    if {*REFERENCES} & {*bench.cell.arms}:
+        _check_reference(bench)
+    return [] if lines is None else ["  memory plan:", *(f"    {line}" for line in lines)]
+
+
+def _plan_of(bench: Bench, settings: dict[str, Any]) -> list[str] | None:
+    try:
+        return memory_plan(settings, bench.harness_arguments())
+    except ConfigurationError as error:
+        raise with_advice_that_works(bench, error) from error
+
+
+def _check_reference(bench: Bench) -> None:
+    """Refuse a reference of which no backend fits; a run takes the first that does."""
+    *others, last = bench.references
+    for one in others:
+        try:
+            _plan_of(bench, one.settings)
+        except ConfigurationError:
+            continue
+        return
+    _plan_of(bench, last.settings)
 
 
 def _expected_time(plans: Sequence[_Plan]) -> str:

@@ -47,20 +47,37 @@ class Journal:
     """A run folder in use: what is recorded, what is missing, and the manifest beside it."""
 
     def __init__(
-        self, folder: Path, cell: Cell, data: DataSpec, model: Path, overwrite: bool
+        self,
+        cell: Cell,
+        data: DataSpec,
+        model: Path,
+        overwrite: bool,
+        only_look: bool = False,
     ) -> None:
-        self.folder = folder
+        """Read what the folder holds.
+
+        Args:
+            cell: the run; its folder is locked, or only looked at.
+            data: its samples.
+            model: its model's folder.
+            overwrite: what the folder holds is not gone on with.
+            only_look: nothing is repaired.
+
+        Raises:
+            UsageError: the folder is damaged, or holds a run of other settings or other code.
+        """
+        self.folder = cell.folder
         self._config = cell.settings()
         self._quiet = backend_keys_without_results(cell.backend_settings)
         self._begun: dict[str, dict[str, Any]] = {}
         self._overwrite = overwrite
         self._model_names = {str(model): portable_path(cell.model_path)}
-        self._records_path = folder / manifest.RECORDS
+        self._records_path = self.folder / manifest.RECORDS
         self.manifest = self._open(cell, data, model)
         self._writer = RecordWriter(self._records_path)
         self._records: list[Record] = []
         if not overwrite:
-            self._read_records()
+            self._read_records(only_look)
         self._note_sources(cell)
 
     def _note_sources(self, cell: Cell) -> None:
@@ -76,8 +93,8 @@ class Journal:
             source.check_unchanged(self.folder, there, here)
         self.manifest[SOURCES] = there | here
 
-    def _read_records(self) -> None:
-        cut = repair_last_line(self._records_path)
+    def _read_records(self, only_look: bool) -> None:
+        cut = 0 if only_look else repair_last_line(self._records_path)
         if cut:
             print(
                 f"{self._records_path}: the last line was half-written ({cut} bytes); cut it off, "

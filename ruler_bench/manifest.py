@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -177,18 +178,59 @@ def locked_folder(folder: Path) -> Iterator[Path]:
     """
     lock = _open_lock(folder)
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(
-                f"{folder} is in use by another ruler_bench process. Wait for it, or choose "
-                "another folder with out=DIR."
-            ) from error
+        _take(lock, folder)
         _check_files(folder)
         try:
             yield folder
         finally:
             _remove_if_unused(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a run could have the folder, without making or changing anything.
+
+    Raises:
+        UsageError: see `locked_folder`.
+    """
+    try:
+        if folder.is_dir():
+            if (folder / LOCK).exists():
+                with (folder / LOCK).open() as lock:
+                    _take(lock, folder)
+            _check_files(folder)
+        elif _exists(folder):
+            raise UsageError(f"out={folder}: is a file; name a folder.")
+        there = next(one for one in (folder, *folder.absolute().parents) if _exists(one))
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _take(lock: IO[str], folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"{folder} is in use by another ruler_bench process. Wait for it, or choose "
+            "another folder with out=DIR."
+        ) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"out={folder}: cannot be written ({error.strerror}). Choose another folder with out=DIR."
+    )
 
 
 def _open_lock(folder: Path) -> IO[str]:
@@ -198,10 +240,7 @@ def _open_lock(folder: Path) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / LOCK).open("w")
     except OSError as error:
-        raise UsageError(
-            f"out={folder}: cannot be written ({error.strerror}). Choose another folder with "
-            "out=DIR."
-        ) from error
+        raise _not_writable(folder, error) from error
 
 
 def _remove_if_unused(folder: Path) -> None:

@@ -80,6 +80,15 @@ class Questions:
             f"({refused}); use a larger length, or leave the arm out."
         ) from refused
 
+    def fits(self, length: int) -> bool:
+        """Tell whether the task has room for a sample of another length."""
+        data = replace(self._data, length=length)
+        try:
+            load_questions(data, self._encoder, 1, self._cache)
+        except UsageError:
+            return False
+        return True
+
     def samples(self) -> list[Sample]:
         """Return the samples of the run, from ordinal 0."""
         return [one.sample for one in self._loaded.get(SAMPLE, [])]

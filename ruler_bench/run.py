@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import statistics
 import sys
 import time
@@ -158,24 +159,9 @@ def run_cell(cell: Cell, overwrite: bool = False, build_here: BuildLife = LocalL
         UsageError, ConfigurationError: a setting is wrong; nothing was run.
     """
     model = check_cell(cell)
-    counter, encoder = load_tokenizers(cell, model)
-    data = data_spec(cell, counter)
     with manifest.locked_folder(cell.folder) as folder:
-        journal = Journal(folder, cell, data, model, overwrite)
-        bench = Bench(
-            cell=cell,
-            model=model,
-            tokenizer=encoder,
-            questions=Questions(data, encoder, cache_dir()),
-            streams=planned(cell),
-            stop_token_ids=model_files.stop_token_ids(model),
-            journal=journal,
-            references=list(cell.references),
-            build_here=build_here,
-        )
-        bench.questions.load(step for one in bench.streams for step in one.steps)
-        check_tokens(bench)
-        journal.verify(recorded_streams(bench), bench.questions, cell)
+        bench = prepared(cell, model, overwrite, build_here)
+        journal = bench.journal
         status, ran = run_streams(bench)
         run = journal.close(ran, cell.ordinals)
         runs = by_arm(run)
@@ -188,6 +174,66 @@ def run_cell(cell: Cell, overwrite: bool = False, build_here: BuildLife = LocalL
     if status == OK and (not written or any(record.error for record in run.records)):
         status = SAMPLE_ERRORS
     return Outcome(status, runs, verdict, diagnosis)
+
+
+def prepared(
+    cell: Cell,
+    model: Path,
+    overwrite: bool = False,
+    build_here: BuildLife = LocalLife,
+    only_look: bool = False,
+) -> Bench:
+    """Make the samples, read what is recorded, and check all that shows without an engine.
+
+    Args:
+        cell: what to run, checked by `check_cell`.
+        model: its folder.
+        overwrite: see `run_cell`.
+        build_here: likewise.
+        only_look: the folder is left as it is.
+
+    Raises:
+        UsageError: a setting is wrong, or the folder holds something else.
+    """
+    counter, encoder = load_tokenizers(cell, model)
+    data = data_spec(cell, counter)
+    bench = Bench(
+        cell=cell,
+        model=model,
+        tokenizer=encoder,
+        questions=Questions(data, encoder, cache_dir()),
+        streams=planned(cell),
+        stop_token_ids=model_files.stop_token_ids(model),
+        journal=Journal(cell, data, model, overwrite, only_look),
+        references=list(cell.references),
+        build_here=build_here,
+    )
+    bench.questions.load(step for one in bench.streams for step in one.steps)
+    check_tokens(bench)
+    bench.journal.verify(recorded_streams(bench), bench.questions, cell)
+    return bench
+
+
+def with_advice_that_works(bench: Bench, error: ConfigurationError) -> ConfigurationError:
+    """Return an error of a backend without the advice to build it for less than the samples take.
+
+    An engine does not know the samples; a length that holds one of them is named instead.
+    """
+    needed = max(one.question.tokens for one in bench.asked())
+    found = LOWER_CONTEXT.search(str(error))
+    if found is None or int(found[2]) >= needed:
+        return error
+    length = int(found[2]) - (bench.context_tokens - bench.cell.length)
+    advice = "raise that limit, or take a smaller model"
+    if length > 0 and bench.questions.fits(length):
+        advice = f"use length={length} or less, which fits, or raise that limit"
+    return UsageError(str(error).replace(found[0], advice))
+
+
+LOWER_CONTEXT = re.compile(
+    r"lower backend\.max_model_len from (\d+) to (\d+), the largest that fits"
+)
+"""What our engine advises where its memory plan fits for shorter requests."""
 
 
 def diagnosis_of(bench: Bench, run: Run) -> list[Row] | None:
@@ -729,9 +775,12 @@ def start_one(bench: Bench, settings: Mapping[str, Any]) -> Life:
     """
     cell, harness = bench.cell, bench.harness_arguments()
     start = cell.fresh.start
-    if start is None:
-        return bench.build_here(settings, harness)
-    return ProcessLife(settings, harness, start, cell.timeout_seconds)
+    try:
+        if start is None:
+            return bench.build_here(settings, harness)
+        return ProcessLife(settings, harness, start, cell.timeout_seconds)
+    except ConfigurationError as error:
+        raise with_advice_that_works(bench, error) from error
 
 
 def cannot_start(bench: Bench, stream: Stream, failure: Failure) -> UsageError:

@@ -1,6 +1,9 @@
 """Runs of several arms: what is recorded, how runs go on, which engines answer, bad input."""
 
+import fcntl
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -414,6 +417,97 @@ BAD_ARMS = {
     ("backend@reference=hf", "reference.dtpe=x"): "Did you mean reference.dtype?",
     ("arms=[reference]", "backend@reference=hff"): "unknown backend 'hff'. Did you mean 'hf'?",
 }
+
+
+REFUSED = (
+    ("length=1",),
+    ("length=60",),
+    ("length=200000",),
+    ("arms=[persistent,length_mix]", "length=600"),
+    ("backend=gpu_only", "arms=[persistent,boundary]", "backend.chunk_tokens=4096"),
+    ("backend=gpu_only", "backend.max_model_len=512"),
+    ("backend=gpu_only", "backend.max_model_len=1000000"),
+    ("backend=gpu_only", "backend.host_memory_gb=0.02"),
+    ("backend=gpu_only", "backend.device_memory_gb=0.001"),
+    ("backend=gpu_only", "backend.chunk_tokens=0"),
+    ("backend=gpu_only", "backend.dtype=float8"),
+    ("backend=gpu_only", "backend.fault=nothing_known"),
+    ("backend=offload", "backend.num_gpu_blocks=1"),
+    ("backend=offload", "arms=[slots_1]"),
+    ("backend=offload_layerwise", "arms=[slots_1]"),
+    ("arms=[reference]", "backend@reference=offload", "reference.num_gpu_blocks=1"),
+    ("tokenizer=/no/such/folder",),
+    ("template=nothing",),
+    ("out=used", "seed=7"),
+    ("out=used", "backend.wrong=[0]"),
+    ("out=used", "length=2048"),
+    ("out=file",),
+    ("out=file/below",),
+    ("out=" + "x" * 300,),
+    ("out=taken",),
+    ("out=foreign",),
+    ("out=damaged",),
+    ("out=odd",),
+    ("out=lost",),
+)
+"""Settings that a run refuses before or when it starts its engine."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders that a run must not go on in, each for another reason."""
+    root = tmp_path_factory.mktemp("folders")
+    command = [sys.executable, "-m", "ruler_bench", *ORACLE, "num_samples=1", "out=used"]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    for name in ("damaged", "odd", "lost", "taken"):
+        shutil.copytree(root / "used", root / name)
+    line = (root / "used" / "records.jsonl").read_text()
+    (root / "damaged" / "records.jsonl").write_text("{}\n" + line)
+    (root / "odd" / "records.jsonl").write_text(line.replace('"score": 100', '"score": 50'))
+    (root / "lost" / "manifest.json").unlink()
+    (root / "file").write_text("")
+    (root / "foreign").mkdir()
+    (root / "foreign" / "thesis.txt").write_text("")
+    with (root / "taken" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield root
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=lambda one: " ".join(one)[:60])
+def test_a_dry_run_refuses_what_a_run_refuses_in_the_same_words(cli, monkeypatch, folders, line):
+    monkeypatch.chdir(folders)
+    before = {one: one.read_bytes() for one in folders.rglob("*") if one.is_file()}
+    line = (*ORACLE, "num_samples=2", *line, "fresh=inprocess")  # torch is here already
+    dry = cli(*line, "dry_run=true")
+    assert {one: one.read_bytes() for one in folders.rglob("*") if one.is_file()} == before
+    run = cli(*line)
+    assert (dry.status, run.status) == (2, 2)
+    assert dry.err.splitlines()[-1] == run.err.splitlines()[-1]
+    assert dry.err.startswith("error: ")
+
+
+def test_a_dry_run_with_overwrite_counts_nothing_as_recorded(cli, monkeypatch, folders):
+    monkeypatch.chdir(folders)
+    mine = (*ORACLE, "num_samples=2", "out=used", "dry_run=true")
+    assert "1 to run, 1 recorded already" in cli(*mine).out
+    assert "2 to run, 0 recorded already" in cli(*mine, "overwrite=true").out
+    # Other settings are no hindrance to a new beginning.
+    assert cli(*mine, "overwrite=true", "seed=7").status == 0
+
+
+@pytest.mark.parametrize("length", [600, 4096])
+def test_advice_about_memory_can_be_followed(cli, length):
+    mine = ("backend=gpu_only", "device=cpu", "num_samples=1", "backend.chunk_tokens=null")
+    mine = (*mine, "backend.host_memory_gb=0.0225", "dry_run=true")
+    refused = cli(*mine, f"length={length}")
+    assert refused.status == 2
+    assert "max_model_len" not in refused.err
+    found = re.search(r"use length=(\d+) or less", refused.err)
+    if found is None:
+        assert "raise that limit, or take a smaller model" in refused.err
+    else:
+        followed = cli(*mine, f"length={found[1]}")
+        assert followed.status == 0, followed.err
 
 
 USED = (
