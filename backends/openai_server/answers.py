@@ -193,12 +193,10 @@ class Answer:
             self.cached_tokens = _count("usage.cached_tokens", details.get("cached_tokens"))
 
     def top2_margin(self) -> tuple[float, ...] | None:
-        """Return one margin a token, or None where one is missing."""
-        if self.margins is None or self._lacks_margins:
+        """Return one margin a token, or None where one is missing or has no token."""
+        if self.margins is None or self.token_ids is None or self._lacks_margins:
             return None
-        if self.token_ids is not None and len(self.token_ids) != len(self.margins):
-            return None
-        return tuple(self.margins)
+        return tuple(self.margins) if len(self.margins) == len(self.token_ids) else None
 
 
 def _listed(value: Any) -> list[Any]:

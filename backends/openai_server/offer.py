@@ -25,16 +25,18 @@ OPTIONAL: dict[str, dict[str, dict[str, Any]]] = {
         "completions": {"stream_options": {"include_usage": True}},
         "chat": {"stream_options": {"include_usage": True}},
     },
-    "logprobs": {
-        "completions": {"logprobs": 2},
-        "chat": {"logprobs": True, "top_logprobs": 2},
-    },
     "token_ids": {
         "completions": {"return_token_ids": True},
         "chat": {"return_token_ids": True},
     },
+    "logprobs": {
+        "completions": {"logprobs": 2},
+        "chat": {"logprobs": True, "top_logprobs": 2},
+    },
 }
 """Fields of a request that not every server takes, by what they ask for and by interface."""
+NEEDS = {"logprobs": "token_ids"}
+"""What is of no use alone: nobody could tell which token a margin belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ async def offered(connection: Connection, path: str, trial: Trial, model: str | 
     if trial.api == "completions" and trial.prompt != "text":
         offer = await _with_ids(connection, path, offer, is_asked_for=trial.prompt == "ids")
     for part in OPTIONAL:
+        if NEEDS.get(part, part) not in (part, *offer.optional):
+            continue
         more = replace(offer, optional=(*offer.optional, part))
         try:
             await _ask(connection, path, more)

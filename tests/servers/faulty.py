@@ -146,7 +146,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
             self.send(404, "text/html", "<html><title>Not Found</title></html>")
             return
-        refused = next((one for one in self.options.refuse if one in body), None)
+        untold = [] if self.state.tokenizer else ["return_token_ids"]
+        refused = next((one for one in [*self.options.refuse, *untold] if one in body), None)
         if refused:
             self.whole({"detail": f"Unexpected fields in the request: {refused}"}, 422)
         elif body["model"] not in self.options.models:

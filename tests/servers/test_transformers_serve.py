@@ -27,15 +27,15 @@ def _offline():
         yield
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Start the server once for the tests of this file: about 10 seconds."""
+@pytest.fixture
+def server(tmp_path):
+    """Start the server and end it: about 10 seconds."""
     port = free_port()
     backend = OpenAIServer(
         base_url=f"http://127.0.0.1:{port}/v1",
         serve={"command": [str(port) if one == "{port}" else one for one in SERVE]},
         model_path=str(PROBE),
-        run_folder=str(tmp_path_factory.mktemp("serve")),
+        run_folder=str(tmp_path / "serve"),
     )
     yield backend
     backend.close()
@@ -47,27 +47,23 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
 
 
-def test_it_answers_the_needle_task_and_shows_no_leak(cli, workdir, server):
+def test_it_answers_as_transformers_itself_and_shows_no_leak(cli, workdir, server):
     address = f"backend.base_url={server.describe()['base_url']}"
-    arms = "arms=[persistent,shuffled,resend]"
-    finished = cli(*RUN, "fresh=inprocess", address, arms, "num_samples=2")
+    arms = "arms=[persistent,resend,reference]"
+    mine = (*RUN, "fresh=inprocess", address, arms, "backend@reference=hf", "num_samples=2")
+    finished = cli(*mine)
     assert finished.status == 0, finished.err
-    assert "OK. 2 answers show no fault in persistent, resend, shuffled" in finished.out
+    assert "OK. 2 answers show no fault in persistent, reference, resend" in finished.out
     found = [row for row in rows(workdir / "here") if row["finish_reason"] != "cancelled"]
     assert all(row["correct"] for row in found)
-    assert all(0 < row["ttft_seconds"] < row["total_seconds"] for row in found)
+    outputs = {(row["arm"], row["ordinal"]): row["output"] for row in found}
+    for one in (0, 1):
+        assert outputs["persistent", one] == outputs["reference", one] == outputs["resend", one]
+    over_http = [row for row in found if row["arm"] != "reference"]
+    assert all(0 < row["ttft_seconds"] < row["total_seconds"] for row in over_http)
     held = json.loads((workdir / "here" / "manifest.json").read_text())["backend_in_force"]
     # It takes no ids, and counts the same tokens in the text as the run does.
     assert held["prompt"] == "text"
-
-
-def test_it_gives_the_text_of_transformers_itself(cli, workdir, server):
-    address = f"backend.base_url={server.describe()['base_url']}"
-    mine = (*RUN, "fresh=inprocess", address, "num_samples=1")
-    finished = cli(*mine, "arms=[persistent,reference]", "backend@reference=hf")
-    assert finished.status == 0, finished.err
-    over_http, in_process = (row["output"] for row in rows(workdir / "here"))
-    assert over_http == in_process
 
 
 @pytest.mark.slow  # seven starts of the server, 10 seconds each

@@ -39,7 +39,8 @@ def test_chat_streamed_and_whole():
         answer = Answer("chat")
         answer.add(choice(**{name: {"role": "assistant", "content": None}}), 1.0)
         more = {"content": "7", "tool_calls": None}
-        answer.add(choice(**{name: more}, logprobs=logprobs, finish_reason="length"), 2.0)
+        ends = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "length"}
+        answer.add(choice(**{name: more}, **ends), 2.0)
         cached = {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
         answer.add({"usage": cached}, 3.0)
         assert answer.text == "7"
@@ -49,10 +50,17 @@ def test_chat_streamed_and_whole():
 
 
 def test_a_margin_that_is_missing_takes_all_away():
-    answer = Answer("completions")
-    answer.add(choice(text="a", logprobs={"top_logprobs": [{"a": -1.0}, {"a": -1, "b": -2}]}), 0)
-    assert answer.top2_margin() is None
-    assert Answer("completions").top2_margin() is None
+    two, one = {"a": -1, "b": -2}, {"a": -1.0}
+    for ids, rows, margins in (
+        ([4, 5], [two, two], (1.0, 1.0)),
+        ([4, 5], [one, two], None),
+        ([4], [two, two], None),
+        (None, [two, two], None),
+        ([4, 5], [], None),
+    ):
+        answer = Answer("completions")
+        answer.add(choice(text="a", token_ids=ids, logprobs={"top_logprobs": rows}), 0)
+        assert answer.top2_margin() == margins
 
 
 BAD = {

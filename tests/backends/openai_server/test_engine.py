@@ -52,7 +52,7 @@ def test_ids_logprobs_and_usage_where_the_server_takes_them(serving, build, ask,
     assert len(found.top2_margin) == len(found.token_ids)
     assert found.prompt_tokens == len(ids)
     assert backend.describe()["prompt"] == "ids"
-    assert backend.describe()["asks_for"] == ["usage", "logprobs", "token_ids"]
+    assert backend.describe()["asks_for"] == ["usage", "token_ids", "logprobs"]
 
 
 @pytest.mark.parametrize("options", [(), ("--no-stream",), ("--refuse", "max_tokens")])
