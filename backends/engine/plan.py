@@ -158,7 +158,11 @@ class Blueprint:
     def passing_buffers(self) -> tuple[Buffer, ...]:
         """Declare the room for what a step allocates and gives back."""
         rows, heads = self.chunk_tokens, self.shape.heads
-        log_sum_exp = Buffer("log_sum_exp", (rows, heads), torch.float32, "device", "activations")
+        # That of the piece before is still held while the next is attended to.
+        pieces = 2 if self.merges else 1
+        log_sum_exp = Buffer(
+            "log_sum_exp", (pieces, rows, heads), torch.float32, "device", "activations"
+        )
         tokens = Buffer("tokens", (rows,), torch.int64, "device", "activations")
         buffers: tuple[Buffer, ...] = (log_sum_exp, tokens)
         if self.policy.sparse:
