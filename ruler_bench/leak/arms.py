@@ -121,6 +121,11 @@ def swept_setting(name: str) -> tuple[tuple[str, ...], int] | None:
     return None if match is None else (SWEPT_SETTINGS[match[1]], int(match[2]))
 
 
+def is_batched(name: str) -> bool:
+    """Tell whether an arm's requests are in flight together."""
+    return name.startswith("concurrent_")
+
+
 def variant_of(name: str) -> Variant | None:
     """Return how an arm's engine differs from the run's; None where it does not, or is unknown."""
     base, _, ending = name.rpartition("_")

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ruler_bench.leak.arms import ONE_ENGINE
+from ruler_bench.leak.arms import ONE_ENGINE, is_batched
 from ruler_bench.leak.canary import Canaries, Canary, scan
 from ruler_bench.leak.differences import (
     ANSWERS,
@@ -168,7 +168,19 @@ class Case:
 
     def differ(self, a: str, b: str, ordinal: int) -> Difference | None:
         """Return how two arms' answers differ, at the strictest level that they may be held to."""
-        return difference(self.answer(a, ordinal), self.answer(b, ordinal), self._bitwise(a, b))
+        return self._difference(a, b, ordinal, self._bitwise(a, b))
+
+    def _difference(self, a: str, b: str, ordinal: int, bitwise: bool) -> Difference | None:
+        """Return how two arms' answers differ.
+
+        A batch rounds otherwise than a row alone. Where no margin tells by how much, the two are
+        only held to be right or wrong alike.
+        """
+        mine, theirs = self.answer(a, ordinal), self.answer(b, ordinal)
+        found = difference(mine, theirs, bitwise)
+        if found is None or found.gap is not None or is_batched(a) == is_batched(b):
+            return found
+        return None if mine.correct == theirs.correct else found
 
     def beside(self, record: Record, reference: Record) -> Difference | None:
         """Return how two answers to a prompt beside the samples differ."""
@@ -283,7 +295,7 @@ class Case:
             return self.answer(a, ordinal).correct == self.answer(b, ordinal).correct
 
         def answers(a: str, b: str, ordinal: int) -> bool:
-            return difference(self.answer(a, ordinal), self.answer(b, ordinal), False) is None
+            return self._difference(a, b, ordinal, bitwise=False) is None
 
         def bits(a: str, b: str, ordinal: int) -> bool:
             return self.differ(a, b, ordinal) is None
