@@ -54,6 +54,7 @@ TABLE, CSV, MANIFEST, LOGS = "table.md", "accuracy.csv", "manifest.json", "logs"
 LENGTHS = (4096, 32768)
 PROCESSES = {"cpu": 1, "cuda": 4}
 LOOK_AGAIN_SECONDS = 0.2
+SCRIPT = Path(__file__).resolve()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -276,7 +277,7 @@ class _Worker:
         self._log = folder / LOGS / f"{spec.folder}.log"
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, *words, "--worker", spec.title],
+                [sys.executable, str(SCRIPT), *words, "--worker", spec.title],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
