@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from backends.base import ConfigurationError
 from backends.engine import engine as engine_module
-from backends.engine import gpu_only, offload, offload_layerwise
+from backends.engine import gpu_only, offload, offload_layerwise, xattn
 
 GIB = 2**30
 CUTS = {"chunk_tokens": 32, "attend_tokens": 16}
@@ -28,8 +28,22 @@ PRESETS = {
         {"max_model_len": 200, "kvcache_block_size": 16, "offload": "never", **CUTS},
     ),
     "offload_layerwise": (offload_layerwise, {"max_model_len": 200, "num_kv_buffers": 2}),
+    "xattn": (xattn, {"max_model_len": 200}),
+    "sparse offload": (
+        offload,
+        {
+            "max_model_len": 400,
+            "kvcache_block_size": 50,
+            "attend_tokens": 50,
+            "chunk_tokens": 128,
+            "policy": {"name": "a_shape", "first_tokens": 1, "recent_tokens": 1},
+        },
+    ),
 }
 every_preset = pytest.mark.parametrize(("build", "settings"), PRESETS.values(), ids=PRESETS.keys())
+
+
+PASSING = {"output", "log_sum_exp", "tokens", "selection", "chosen_blocks", "gathered", "mask"}
 
 
 def gib(nbytes):
@@ -61,13 +75,13 @@ def test_the_plan_is_what_is_allocated(build, settings, tiny, ask, storage_bytes
     described = engine.describe()
     plan = described["memory_plan"]
     allocated = sum(storage_bytes())
-    # Beside the plan: two rows of logits, five integers and eight frequencies. In the plan, and
+    # Beside the plan: two rows of logits, five integers, eight frequencies, a threshold. In it, and
     # allocated by each step: its tokens, and what a kernel returns.
-    beside = 2 * 160 * 4 + 5 * 8 + 8 * 4
+    beside = 2 * 160 * 4 + 5 * 8 + 8 * 4 + (build is xattn) * 8
     passing = sum(
         one["bytes"]
         for one in plan["buffers"]
-        if one["part"] == "activations" and one["name"] in {"output", "log_sum_exp", "tokens"}
+        if one["part"] == "activations" and one["name"] in PASSING
     )
     assert allocated == plan["device_bytes"] + plan["host_bytes"] + beside - passing
     assert described["host_buffer_bytes"] == plan["host_bytes"]
@@ -122,7 +136,7 @@ def test_it_is_printed_before_anything_is_allocated(build, settings, tiny, capsy
         "auto": ["kv_ring", "kv_device", "kv_host"],
         "never": ["kv_device"],
     }
-    mode = "never" if build is gpu_only else settings.get("offload", "always")
+    mode = "never" if build in (gpu_only, xattn) else settings.get("offload", "always")
     assert parts == ["weights", *kv[mode], "activations", "device", "host"]
 
 
