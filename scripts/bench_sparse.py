@@ -230,16 +230,19 @@ class Measurements:
         )
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the rows to measure: attention alone, then what needs structured keys."""
-        only = self._options.only
+        """Yield the rows to measure: attention alone, then what needs structured keys.
+
+        The longest prompts come first: theirs are the figures that decide.
+        """
+        only, lengths = self._options.only, self._options.lengths[::-1]
         if ATTENTION in only:
-            for tokens in self._options.lengths:
+            for tokens in lengths:
                 yield from self._attention(tokens)
         if set(only) == {ATTENTION}:
             return
         if self._options.strength is None:
             yield self._calibration()
-        for tokens in self._options.lengths:
+        for tokens in lengths:
             if ESTIMATION in only:
                 yield from self._estimation(tokens)
             if PREFILL in only:
