@@ -717,6 +717,8 @@ def overlapping(bench: Bench, life: Life, steps: Sequence[Step]) -> Iterator[Eve
     is_over = False
     with closing(life.ask_several([request_of(bench, life, one) for one in steps])) as replies:
         for place, reply in replies:
+            for line in life.printed():
+                print(line, file=sys.stderr)
             if isinstance(reply.answer, Failure) and reply.answer.is_over:
                 if is_over:
                     continue

@@ -115,17 +115,20 @@ class Connection:
         """
         root = httpx.URL(self.url).copy_with(path=path)
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                response = await self._client.get(root)
+            async with (
+                asyncio.timeout(CONNECT_SECONDS),
+                self._client.stream("GET", root) as response,
+            ):
+                status = response.status_code  # what else it says is not read
         except (httpx.TransportError, TimeoutError) as error:
             self._check_certificate(error)
             return False
-        if response.status_code == 404:
+        if status == 404:
             raise ConfigurationError(
                 f"backend.serve.health={path}: the server has no such path; name one that answers "
                 "200 once it is ready."
             )
-        return response.status_code == 200
+        return status == 200
 
     async def get(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path of the interface.
