@@ -16,7 +16,8 @@ LINES_WITHOUT_TERMINAL = 10
 class Progress:
     """Shows how many of a stream's samples are done and how many were right.
 
-    Errors are counted apart: a sample that failed in the engine is neither right nor wrong.
+    Errors are counted apart: a sample that failed in the engine is neither right nor wrong. Nor is
+    a request without a score, which belongs to an arm's procedure.
     """
 
     def __init__(self, title: str, total: int, done: list[Record]) -> None:
@@ -25,6 +26,7 @@ class Progress:
         self._count = len(done)
         self._correct = sum(bool(record.correct) for record in done)
         self._errors = sum(record.error is not None for record in done)
+        self._scored = sum(record.score is not None for record in done)
         self._bar: tqdm[NoReturn] | None = None
         if sys.stderr.isatty():
             bar = tqdm(total=total, initial=self._count, desc=title, unit="sample")
@@ -36,6 +38,7 @@ class Progress:
         self._count += 1
         self._correct += bool(record.correct)
         self._errors += record.error is not None
+        self._scored += record.score is not None
         if self._bar is not None:
             self._bar.update()
             self._bar.set_postfix_str(self._accuracy())
@@ -48,9 +51,8 @@ class Progress:
         return self._count % every == 0 or self._count == self._total
 
     def _accuracy(self) -> str:
-        finished = self._count - self._errors
         errors = f", {self._errors} errors" if self._errors else ""
-        return f"{self._correct}/{finished} right{errors}"
+        return f"{self._correct}/{self._scored} right{errors}"
 
     def __enter__(self) -> Self:
         return self

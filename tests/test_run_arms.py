@@ -285,6 +285,8 @@ def test_what_is_asked_beside_the_samples_is_recorded_without_a_score(cli, workd
     assert all(row["score"] is None for row in aged[:50])
     assert aged[50]["ordinal"] == 0
     assert aged[50]["position"] == 50
+    # Requests without a score are no wrong answers.
+    assert "aged: 50/51 samples, 0/0 right" in finished.err
     assert len({row["prompt_sha256"] for row in aged}) == 51
     summary = (workdir / "here" / "summary.csv").read_text().splitlines()
     assert len(summary) == 4
