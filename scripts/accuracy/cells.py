@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ruler_bench.config import Cell
@@ -12,7 +13,7 @@ from ruler_bench.model_files import model_folder
 from ruler_bench.report import Run
 from ruler_bench.run import INTERRUPTED, least_context_tokens, load_tokenizers, run_cell
 from scripts.accuracy.engines import Kept
-from scripts.accuracy.policies import PolicySpec
+from scripts.accuracy.policies import FULL, PolicySpec
 from scripts.detector.runner import cell_of
 
 RUNS = "runs"
@@ -54,8 +55,8 @@ class Plan:
         Raises:
             UsageError: an override is wrong.
         """
-        context = self._context_tokens(self._compose(policy, max(self.lengths), task, []))
-        return self._compose(policy, length, task, [f"backend.max_model_len={context}"])
+        more = [f"backend.max_model_len={self._context_tokens}"]
+        return self._compose(policy, length, task, more)
 
     def _compose(self, policy: PolicySpec, length: int, task: str, more: Sequence[str]) -> Cell:
         overrides = [
@@ -70,7 +71,10 @@ class Plan:
         ]
         return cell_of(overrides, self.folder_of(policy, length, task))
 
-    def _context_tokens(self, cell: Cell) -> int:
+    @cached_property
+    def _context_tokens(self) -> int:
+        """What the longest cell needs; the model decides, not the policy."""
+        cell = self._compose(PolicySpec(FULL, ()), max(self.lengths), self.tasks[0], [])
         model = model_folder(cell.model_path)
         return least_context_tokens(cell, model, load_tokenizers(cell, model)[1])
 

@@ -61,6 +61,10 @@ DESCRIPTION = (
 )
 
 
+_Product = tuple[torch.Tensor, torch.Tensor]
+"""What a head makes, [heads, head_dim], of how much of a direction, [hidden]."""
+
+
 class StructuredWeights(RandomWeights):
     """`RandomWeights` with structured keys.
 
@@ -103,9 +107,12 @@ class StructuredWeights(RandomWeights):
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if kind in ("q_proj", "k_proj"):
             layer = int(name.split(".")[2])
-            rows = self._queries(layer) if kind == "q_proj" else self._keys(layer)
-            noise = NOISE / math.sqrt(self._shape.hidden)
-            return tensor.mul_(noise / WEIGHT_STD).add_(rows.to(tensor))
+            products = self._queries(layer) if kind == "q_proj" else self._keys(layer)
+            tensor.mul_(NOISE / math.sqrt(self._shape.hidden) / WEIGHT_STD)
+            for outputs, inputs in products:
+                # On the device: on the CPU they would take most of the time to build a model.
+                tensor.addr_(outputs.flatten().to(tensor), inputs.to(tensor))
+            return tensor
         if kind in ("o_proj", "down_proj"):
             return tensor.mul_(RESIDUAL_STD / WEIGHT_STD)
         return tensor
@@ -116,8 +123,8 @@ class StructuredWeights(RandomWeights):
         tensor[strong] += STRONG_SHARE * self._strong.to(tensor)
         return tensor
 
-    def _queries(self, layer: int) -> torch.Tensor:
-        """Return the structured part of q_proj, [heads * head_dim, hidden]."""
+    def _queries(self, layer: int) -> list[_Product]:
+        """Return the structured part of q_proj."""
         shape = self._shape
         group = shape.heads // shape.kv_heads
         both = self.bands(layer) + self._columns()
@@ -126,16 +133,17 @@ class StructuredWeights(RandomWeights):
             for head in range(shape.heads)
         ]
         rows = both.repeat_interleave(group, 0) * torch.tensor(factors)[:, None].double()
-        return torch.outer(rows.flatten(), self._reads(self._common, COMMON_SHARE))
+        return [(rows, self._reads(self._common, COMMON_SHARE))]
 
-    def _keys(self, layer: int) -> torch.Tensor:
-        """Return the structured part of k_proj, [kv_heads * head_dim, hidden]."""
-        columns = self._columns().expand(self._shape.kv_heads, -1).flatten()
+    def _keys(self, layer: int) -> list[_Product]:
+        """Return the structured part of k_proj."""
+        columns = self._columns().expand(self._shape.kv_heads, -1)
         # A strong embedding is longer, so that its normalised parts are smaller.
         length = math.hypot(COMMON_SHARE, OWN_SHARE, STRONG_SHARE)
-        return torch.outer(
-            self.bands(layer).flatten(), self._reads(self._common, COMMON_SHARE)
-        ) + torch.outer(columns, self._reads(self._strong, STRONG_SHARE / length))
+        return [
+            (self.bands(layer), self._reads(self._common, COMMON_SHARE)),
+            (columns, self._reads(self._strong, STRONG_SHARE / length)),
+        ]
 
     def _reads(self, direction: torch.Tensor, share: float) -> torch.Tensor:
         """Return the row that makes 1 of a normalised row with that share of a direction."""
