@@ -76,15 +76,15 @@ def test_one_static_cache_without_reset_is_found_though_every_answer_is_right(as
 
 
 def test_one_prefix_cache_that_generate_appends_to_is_found_in_real_processes(asked):
-    finished, verdict, rows = asked("OnePrefixCache", samples=2)
+    finished, verdict, rows = asked("OnePrefixCache")
     assert finished.status == 3
     assert finished.out.startswith(
-        "niah_single_1: LEAK. 1 of 2 answers changes when the engine has served others; "
+        "niah_single_1: LEAK. 2 of 3 answers change when the engine has served others; "
         "first at position 1"
     )
     assert (verdict["verdict"], verdict["status"]) == (LEAK, 3)
-    assert classes(verdict) == [OK, LEAK]
-    assert [row["correct"] for row in rows if row["arm"] == "persistent"] == [True, False]
+    assert classes(verdict) == [OK, LEAK, LEAK]
+    assert [row["correct"] for row in rows if row["arm"] == "persistent"] == [True, False, False]
     assert all(row["correct"] for row in rows if row["arm"].startswith("fresh"))
     # The answer is mixed from both samples' (transformers 5.24, with hints besides) or is the first
     # one's, whole (5.17: canaries, which come first).

@@ -14,7 +14,7 @@ from scripts.founding import report
 from scripts.founding.launch import Processes
 
 SMALL = ["--device", "cpu", "--length", "1024", "--samples", "3", "--audit", "1",
-         "--tasks", "niah_single_1"]  # fmt: skip
+         "--tasks", "niah_multikey_2"]  # fmt: skip
 
 
 class Here:
@@ -82,12 +82,12 @@ def test_the_engine_with_the_fault_leaks_and_the_one_without_is_ok(asked):
     before, after = page.split("## After, 2 slots")
     # The sentence of the verdict stands above each table.
     section = before.split("## Before, 2 slots")[1].split("## ")[1]
-    assert section.index("LEAK. 1 of 2 answers") < section.index("| index") < section.index("```")
+    assert section.index("LEAK. 2 of 2 answers") < section.index("| index") < section.index("```")
     assert "OK. No answer of 1 changes" in after
     assert "Fresh engines were asked 2 of them: 0 wrong." in section
     assert "for 1 drawn by the seed" in page
     # Wrong of one engine, right of a fresh one; the reference is asked after alone.
-    assert "one engine            rrW\n" in section
+    assert "one engine            rWW\n" in section
     assert "fresh engines         -rr\n" in section
     assert "without offload" not in section
     assert "without offload       rrr\n" in after
@@ -120,7 +120,7 @@ def test_the_same_command_goes_on_and_the_page_comes_from_the_folders(asked, cap
     launch = Ends()
     assert replay(out, "--part", "after_4_slots", launch=launch) == 0
     assert len(launch.calls) == 1
-    assert "after_4_slots niah_single_1: OK." in capsys.readouterr().err
+    assert "after_4_slots niah_multikey_2: OK." in capsys.readouterr().err
     assert (out / "founding_case.md").read_text() == page
 
 
@@ -131,7 +131,7 @@ def test_what_is_missing_is_said_and_is_no_success(asked, tmp_path):
     shutil.rmtree(part / "runs" / "before_4_slots")
     assert founding_case.main(["--out", str(part), "--render"]) == 1
     page = (part / "founding_case.md").read_text()
-    assert "Not asked yet: before_4_slots niah_single_1." in page
+    assert "Not asked yet: before_4_slots niah_multikey_2." in page
     # A leak after, or none before, is no success either.
     shutil.copytree(part / "runs" / "after_2_slots", part / "runs" / "before_4_slots")
     assert founding_case.main(["--out", str(part), "--render"]) == 1
@@ -141,7 +141,7 @@ def test_what_one_engine_had_begun_another_does_not_finish(asked, tmp_path):
     out, _ = asked
     part = tmp_path / "case"
     shutil.copytree(out, part)
-    records = part / "runs" / "before_2_slots" / "niah_single_1" / "records.jsonl"
+    records = part / "runs" / "before_2_slots" / "niah_multikey_2" / "records.jsonl"
     lines = records.read_text().splitlines(keepends=True)
 
     def asks_anew():
@@ -167,7 +167,8 @@ def test_a_run_that_dies_leaves_the_others_and_is_named(tmp_path, capsys):
     assert replay(tmp_path, "--part", "after_2_slots", launch=launch) == 1
     error = capsys.readouterr().err
     assert (
-        "after_2_slots niah_single_1: its command ended with status -9 (memory plan: ...)" in error
+        "after_2_slots niah_multikey_2: its command ended with status -9 (memory plan: ...)"
+        in error
     )
     assert error.rstrip().endswith("The same command goes on.")
 
