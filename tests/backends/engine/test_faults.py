@@ -30,6 +30,7 @@ PRESETS = {
     "offload_layerwise": offload_layerwise,
     "xattn": xattn,
 }
+OWN_POLICIES = {"xattn": "xattention"}
 CONTEXT, NEW = 2048, 9
 LENGTHS = (1290, 1201, 1262)
 VOCABULARY_OF_PROBE = 4096
@@ -62,11 +63,21 @@ ISSUE = [
 ]
 
 
+def composed(overrides):
+    """Return what overrides choose: a preset, and its settings."""
+    chosen = dict(override.split("=", 1) for override in overrides)
+    name = chosen.pop("backend", "offload")
+    parsed = {key.removeprefix("backend."): yaml.safe_load(chosen[key]) for key in chosen}
+    policy = {key: parsed.pop(key) for key in list(parsed) if key.startswith("policy.")}
+    if policy:
+        own = {key.removeprefix("policy."): value for key, value in policy.items()}
+        parsed["policy"] = {"name": OWN_POLICIES[name]} | own
+    return PRESETS[name], parsed
+
+
 def build(model, fault=None, overrides=(), **settings):
     """Build an engine from overrides as a user types them."""
-    chosen = dict(override.split("=", 1) for override in overrides)
-    preset = PRESETS[chosen.pop("backend", "offload")]
-    parsed = {key.removeprefix("backend."): yaml.safe_load(chosen[key]) for key in chosen}
+    preset, parsed = composed(overrides)
     return preset(
         model_path=str(model), fault=fault, **({"max_model_len": CONTEXT} | parsed | settings)
     )
@@ -339,9 +350,7 @@ def test_settings_that_cannot_show_a_fault_are_refused(name, preset, settings, n
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_settings_of_a_fault_are_not_refused(name, probe):
     """At the lengths that the proof uses; nothing is allocated."""
-    chosen = dict(one.split("=", 1) for one in FAULTS[name].settings)
-    preset = PRESETS[chosen.pop("backend")]
-    parsed = {key.removeprefix("backend."): yaml.safe_load(chosen[key]) for key in chosen}
+    preset, parsed = composed(FAULTS[name].settings)
     for length in (2048, 4096):
         preset.memory_plan(
             model_path=str(probe), fault=name, **({"max_model_len": length} | parsed)

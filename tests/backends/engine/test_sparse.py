@@ -13,7 +13,7 @@ from backends.engine import engine as engine_module
 from backends.engine import gpu_only, minference, offload, offload_layerwise, xattn
 from backends.engine.cache.offload import OffloadStep, SparseOffloadStep
 from backends.engine.policy import BLOCK_TOKENS, POLICIES, Model, causal_blocks
-from backends.engine.sparse import Selection
+from backends.engine.sparse import DENSE_FROM, Selection
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 16
 HALF_ROW_BYTES = KV_HEADS * HEAD_DIM * 4
@@ -355,6 +355,21 @@ def test_times_are_recorded_for_sparse_prefill_alone(resident):
         assert figures == (None,) * 4
     assert resident(XATTENTION, 690).kernel == "masked+flash_cpu"
     assert resident(None, 690).kernel == "flash_cpu"
+
+
+@pytest.mark.parametrize("build", [gpu_only, offload])
+def test_much_that_is_kept_goes_dense_and_is_counted(build, model, ask, monkeypatch):
+    """As on a GPU. Of five blocks' rows 1, 2, 3, 3 and 3 blocks are kept; the last reads 3 of 5."""
+    settings = {"model_path": model, "policy": A_SHAPE, **SIZES, "chunk_tokens": None}
+    monkeypatch.setitem(DENSE_FROM, "cpu", 0.7)
+    got = ask(build(**settings), 640, NEW)
+    assert got.dense_share == 2 / 3
+    assert got.density == (2 * 15 + 3) / (2 * 15 + 5)
+    monkeypatch.setitem(DENSE_FROM, "cpu", 0.6)
+    got = ask(build(**settings), 640, NEW)
+    wanted = ask(gpu_only(**settings | {"policy": None}), 640, NEW)
+    assert (got.density, got.dense_share) == (1, 1)
+    assert got.logits_digest == wanted.logits_digest
 
 
 def test_attend_tokens_cuts_dense_attention_only(model, ask):
