@@ -24,7 +24,7 @@ from ruler_bench.errors import UsageError, unknown_name
 from ruler_bench.leak.arms import REFERENCES, SPELLINGS, kind_of, variant_of
 from ruler_bench.leak.diagnose import arms_of_diagnosis
 from ruler_bench.streams import SAMPLE, streams
-from ruler_bench.tasks import TaskSpec
+from ruler_bench.tasks import TaskSpec, make_task
 
 MAX_SEED = 2**32 - 1
 PACKAGED_PREFIX = "package:"
@@ -72,6 +72,8 @@ class DataConfig:
     seed: int = 42
     template: str = "base"
     tokenizer: str | None = None
+    qa_data: str | None = None
+    data: str | None = None
 
 
 @dataclass
@@ -183,6 +185,7 @@ class Cell:
         backend_settings: the composed backend configuration, `_target_` included.
         model: what tables call it.
         model_path: folder or hub name, as the user gave it (`package:probe` for ours).
+        qa_data, data: folders of questions and of ready-made samples, or None.
         good_length_tokens: up to where the model is known to be good, or None.
         device: "cpu", "cuda" or "cuda:N".
         threads: CPU threads of the engine.
@@ -223,6 +226,8 @@ class Cell:
     max_unstable: float = 0.0
     note: str | None = None
     is_diagnosis: bool = False
+    qa_data: str | None = None
+    data: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the results, as plain JSON values, for the manifest and for resume.
@@ -235,11 +240,17 @@ class Cell:
             "seed": self.seed,
             "template": self.template,
             "tokenizer": portable_path(self.tokenizer),
+            **{key: portable_path(path) for key, path in self.data_folders().items()},
             "backend": {"name": self.backend, **shareable(self.backend_settings)},
             "model": {"name": self.model, "path": portable_path(self.model_path)},
             "device": self.device,
             "threads": self.threads,
         }
+
+    def data_folders(self) -> dict[str, str]:
+        """Return the folders that samples are read from, as far as they were named."""
+        named = {"qa_data": self.qa_data, "data": self.data}
+        return {key: path for key, path in named.items() if path is not None}
 
 
 def backend_keys_without_results(settings: dict[str, Any]) -> frozenset[str]:
@@ -528,15 +539,7 @@ def default_threads() -> int:
 
 def task_spec(config: DictConfig) -> TaskSpec:
     """Return the checked task of a composed configuration."""
-    values: dict[str, Any] = _plain(config.task)
-    names = {one.name for one in dataclasses.fields(TaskSpec)}
-    for key in values:
-        if key not in names:
-            raise unknown_name("key", f"task.{key}", [f"task.{name}" for name in names])
-    for name in names:
-        if name not in values:
-            raise UsageError(f"task.{name} is missing: a task needs it.")
-    return TaskSpec(**values)
+    return make_task(_plain(config.task))
 
 
 def tokenizer_name(config: DictConfig) -> str:
@@ -588,6 +591,10 @@ def check_data_keys(config: DictConfig) -> None:
     """Check the values of the keys that both commands share."""
     check_int("num_samples", config.num_samples, 1, MAX_ORDINAL + 1)
     check_int("seed", config.seed, 0, MAX_SEED)
+    for key in ("qa_data", "data"):
+        folder = config[key]
+        if folder is not None and not Path(folder).expanduser().is_dir():
+            raise UsageError(f"{key}={folder}: is no folder.")
 
 
 def cells(
@@ -651,6 +658,8 @@ def cells(
             seed=config.seed,
             template=config.template,
             tokenizer=tokenizer,
+            qa_data=config.qa_data,
+            data=config.data,
             backend=choices["backend"],
             backend_settings=backend_settings,
             model=model_name(choices["model"], path),

@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 
+def folder_of(name: str | None) -> Path | None:
+    """Return the folder that a setting names, or None where it names none."""
+    return None if name is None else Path(name).expanduser()
+
+
 def cache_dir() -> Path:
     """Return where prepared data are kept: RULER_BENCH_CACHE, else the user's cache folder."""
     named = os.environ.get("RULER_BENCH_CACHE")

@@ -30,6 +30,7 @@ from ruler_bench.config import (
     tokenizer_name,
 )
 from ruler_bench.errors import UsageError
+from ruler_bench.folders import folder_of
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.sample import Sample
 
@@ -68,6 +69,8 @@ def job(config: DictConfig) -> JobResult:
         seed=config.seed,
         template=config.template,
         tokenizer=load_tokenizer(name),
+        qa_data=folder_of(config.qa_data),
+        data=folder_of(config.data),
     )
     write_samples(generate(spec, config.num_samples), out)
     print(f"{out}: {config.num_samples} samples of {spec.task.name}", file=sys.stderr)

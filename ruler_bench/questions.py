@@ -64,6 +64,11 @@ class Questions:
 
     def _make(self, source: str, count: int) -> list[Question]:
         data = self._data
+        if data.data is not None and source != SAMPLE:
+            raise UsageError(
+                f"data={data.data}: the arms aged and length_mix ask prompts of another seed or "
+                "length, and ready-made samples have none; leave them out."
+            )
         if source == AGING:
             data = replace(data, seed=(data.seed + 1) % (MAX_SEED + 1))
         for part in PARTS.get(source, (1,)):

@@ -19,7 +19,7 @@ from ruler_bench import manifest, model_files
 from ruler_bench.answer import check_answer
 from ruler_bench.config import Cell, NamedBackend, as_indices
 from ruler_bench.errors import UsageError, one_line
-from ruler_bench.folders import cache_dir
+from ruler_bench.folders import cache_dir, folder_of
 from ruler_bench.host import cannot_cancel, check_arm, checked_factory, described, settings_of_arm
 from ruler_bench.journal import Journal, by_arm, prompt_hash
 from ruler_bench.leak.arms import (
@@ -284,6 +284,8 @@ def data_spec(cell: Cell, counter: Tokenizer) -> DataSpec:
         seed=cell.seed,
         template=cell.template,
         tokenizer=counter,
+        qa_data=folder_of(cell.qa_data),
+        data=folder_of(cell.data),
     )
 
 

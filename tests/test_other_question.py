@@ -9,7 +9,7 @@ from ruler_bench.config import config_dir
 from ruler_bench.errors import UsageError
 from ruler_bench.model_files import model_folder
 from ruler_bench.other_question import other_question
-from ruler_bench.tasks import DataSpec, TaskSpec, load_questions
+from ruler_bench.tasks import DataSpec, load_questions, make_task
 from ruler_bench.tokenizer import load_tokenizer
 
 
@@ -22,7 +22,7 @@ def encoder():
 def questions(encoder, data_cache):
     def call(task, template="base"):
         values = OmegaConf.to_container(OmegaConf.load(config_dir() / "task" / f"{task}.yaml"))
-        data = DataSpec(TaskSpec(**values), 2048, 42, template, encoder)
+        data = DataSpec(make_task(values), 2048, 42, template, encoder)
         return load_questions(data, encoder, 3, data_cache)
 
     return call

@@ -9,7 +9,7 @@ from ruler_bench.errors import UsageError
 from ruler_bench.model_files import model_folder
 from ruler_bench.questions import Questions, cut
 from ruler_bench.streams import CUT, Step, streams
-from ruler_bench.tasks import DataSpec, TaskSpec, load_questions
+from ruler_bench.tasks import DataSpec, load_questions, make_task
 from ruler_bench.tokenizer import load_tokenizer
 
 LENGTH = 1024
@@ -26,7 +26,7 @@ def make(encoder, data_cache):
         from omegaconf import OmegaConf
 
         values = OmegaConf.to_container(OmegaConf.load(config_dir() / "task" / f"{task}.yaml"))
-        data = DataSpec(TaskSpec(**values), length, 42, "base", encoder)
+        data = DataSpec(make_task(values), length, 42, "base", encoder)
         return data, Questions(data, encoder, data_cache)
 
     return call

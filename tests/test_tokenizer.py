@@ -238,9 +238,11 @@ def test_content_decides_the_fingerprint(folder: Path, change: Callable[[Path], 
 
 def test_a_folder_needs_neither_torch_nor_transformers() -> None:
     script = (
-        "import sys; from ruler_bench.tasks import DataSpec, TaskSpec, generate;"
+        "import sys; from ruler_bench.tasks import DataSpec, make_task, generate;"
         "from ruler_bench.tokenizer import load_tokenizer;"
-        "task = TaskSpec('t', 'niah', 'essay', 'words', 'numbers', 1, 1, 1, 128, 'all');"
+        "task = make_task(dict(name='t', kind='niah', haystack='essay', key_type='words',"
+        " value_type='numbers', num_keys=1, num_values=1, num_queries=1, tokens_to_generate=128,"
+        " metric='all'));"
         "generate(DataSpec(task, 1024, 1, 'chat', load_tokenizer(sys.argv[1])), 1);"
         "print([one for one in ('torch', 'transformers', 'datasets', 'pandas', 'numpy', 'nltk')"
         " if one in sys.modules])"

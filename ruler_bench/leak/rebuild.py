@@ -38,7 +38,7 @@ from ruler_bench.run import (
     planned,
 )
 from ruler_bench.streams import AGING_ORDINALS, Step
-from ruler_bench.tasks import TaskSpec
+from ruler_bench.tasks import make_task
 from ruler_bench.tokenizer import Tokenizer
 
 TIMEOUT_SECONDS = 3600.0
@@ -215,12 +215,14 @@ def cell_of(run: RunFolder, arm: str) -> Cell:
             del settings["name"]
         ordinals = {one.ordinal for one in run.records if one.arm == arm}
         return Cell(
-            task=TaskSpec(**config["task"]),
+            task=make_task(config["task"]),
             length=config["length"],
             ordinals=tuple(sorted(one for one in ordinals if one < AGING_ORDINALS)),
             seed=config["seed"],
             template=config["template"],
             tokenizer=config["tokenizer"],
+            qa_data=config.get("qa_data"),
+            data=config.get("data"),
             backend=run.manifest["backend"],
             backend_settings=settings,
             model=config["model"]["name"],

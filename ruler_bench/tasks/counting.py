@@ -22,15 +22,15 @@ class PartCounter:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._parts: dict[str, int] = {}
         self._words: dict[str, int] = {}
 
     def count(self, parts: Sequence[str]) -> int:
         """Return the number of tokens of the joined parts."""
-        cuts = self._tokenizer.cuts
+        cuts = self.tokenizer.cuts
         if cuts is None:
-            return self._tokenizer.count("".join(parts))
+            return self.tokenizer.count("".join(parts))
         merged = list(merge_parts(parts, cuts))
         known = self._parts
         new = list(dict.fromkeys(part for part in merged if part not in known))
@@ -57,7 +57,7 @@ class PartCounter:
         if len(known) + len(new) > MAX_REMEMBERED:
             known.clear()
             new = list(dict.fromkeys(word for words in texts for word in words))
-        known.update(zip(new, self._tokenizer.counts(new), strict=True))
+        known.update(zip(new, self.tokenizer.counts(new), strict=True))
         return [sum(map(known.__getitem__, words)) for words in texts]
 
 

@@ -1,4 +1,4 @@
-"""Fitting samples to a length: RULER's search for the haystack's size, and its sample loop.
+"""Fitting samples to a length: RULER's search for a size, and its sample loop.
 
 Both draw from the one random stream of the generator, so the order of draws and the integers
 searched decide every sample.
@@ -6,22 +6,19 @@ searched decide every sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ruler_bench.errors import UsageError
 from ruler_bench.tasks.counting import PartCounter
-from ruler_bench.tasks.niah import PREFIX_MARK, Draw, Niah
-from ruler_bench.tasks.sample import Sample
-from ruler_bench.tasks.spec import DataSpec
+from ruler_bench.tasks.draw import Draw, Drawer, FailedDrawError
 
 MAX_REDRAWS = 100
-"""Draws of one sample at the smallest haystack after which it counts as not fitting. Keys and
+"""Draws of one sample at the smallest size after which it counts as not fitting. Keys and
 values differ in tokens, so a draw may still fit where others do not; the reference draws for ever.
 """
 
 
 class DoesNotFitError(Exception):
-    """A sample does not fit the length, however small its haystack.
+    """A sample does not fit the length, however small.
 
     Attributes:
         totals: tokens of prompt and generation that its draws took, ascending.
@@ -32,87 +29,81 @@ class DoesNotFitError(Exception):
         self.totals = sorted(totals)
 
 
-def iterate(spec: DataSpec) -> Iterator[Sample]:
-    """Yield the samples of a task without end.
+class NoTokensError(Exception):
+    """The tokenizer makes nothing of a prompt."""
 
-    Raises:
-        DoesNotFitError: the next sample does not fit.
-        UsageError: the tokenizer gives no tokens.
+
+class Fitting:
+    """Fits what a drawer draws to a length.
+
+    Args:
+        drawer: draws the prompts.
+        counter: counts their tokens.
+        length: tokens that prompt and generation may take together.
+        tokens_to_generate: kept free for the answer.
     """
-    fitting = _Fitting(spec)
-    size = fitting.find_size()
-    ordinal = 0
-    while True:
-        yield fitting.next_sample(size, ordinal)
-        ordinal += 1
 
-
-class _Fitting:
-    def __init__(self, spec: DataSpec) -> None:
-        self._spec = spec
-        self._niah = Niah(spec)
-        self._counter = PartCounter(spec.tokenizer)
+    def __init__(
+        self, drawer: Drawer, counter: PartCounter, length: int, tokens_to_generate: int
+    ) -> None:
+        self._drawer = drawer
+        self._counter = counter
+        self._length = length
+        self._tokens_to_generate = tokens_to_generate
 
     def find_size(self) -> int:
-        """Return the haystack size that RULER's binary search ends with.
+        """Return the size that RULER's binary search ends with.
 
         Every probe is a new draw, so that a size may pass or fail by luck; the largest probe that
         fitted wins, and the smallest size where none did.
 
         Raises:
-            UsageError: the tokenizer gives no tokens.
+            NoTokensError: the tokenizer gives none.
+            UsageError: there is nothing to draw from.
         """
-        low = self._niah.step
-        tokens = self._counter.count(self._niah.draw(low).parts)
+        drawer = self._drawer
+        tokens = self._counter.count(drawer.probe(drawer.first_size).parts)
         if tokens == 0:
-            raise UsageError(
-                f"tokenizer {self._spec.tokenizer.name!r} gives no tokens for the text of "
-                f"{self._spec.task.name}: its vocabulary is empty or lacks it; name another "
-                "tokenizer."
-            )
-        high = max(int(self._spec.length / (tokens / low) * 3), low * 2)
-        best = low
+            raise NoTokensError
+        low = best = drawer.step
+        high = drawer.largest_size(self._length, tokens / drawer.first_size)
         while low <= high:
             size = (low + high) // 2
-            if self._total(self._niah.draw(size)) <= self._spec.length:
+            if self._total(drawer.probe(size)) <= self._length:
                 best = size
                 low = size + 1
             else:
                 high = size - 1
         return best
 
-    def next_sample(self, size: int, ordinal: int) -> Sample:
-        """Draw until one fits, giving up a step of the haystack after each that does not."""
+    def next_draw(self, size: int, ordinal: int) -> tuple[Draw, int]:
+        """Draw until one fits, giving up a step of the size after each that does not.
+
+        Returns:
+            The draw, and the tokens that it takes with its generation.
+
+        Raises:
+            DoesNotFitError: none does.
+            UsageError: there is nothing to draw from.
+        """
         totals: list[int] = []
-        while len(totals) < MAX_REDRAWS:
-            draw = self._niah.draw(size)
-            total = self._total(draw)
-            if total <= self._spec.length:
-                return self._sample(draw, total, ordinal)
-            if size > self._niah.step:
-                size -= self._niah.step
+        redraws, total = 0, self._length + 1
+        while redraws < MAX_REDRAWS and size >= self._drawer.least_size:
+            try:
+                draw = self._drawer.draw(size, ordinal)
+            except FailedDrawError:
+                pass
             else:
-                totals.append(total)
-            if size < self._niah.least_size:
-                raise DoesNotFitError([total])
-        raise DoesNotFitError(totals)
+                total = self._total(draw)
+                if total <= self._length:
+                    return draw, total
+                if size <= self._drawer.step:
+                    totals.append(total)
+            if size > self._drawer.step:
+                size -= self._drawer.step
+            else:
+                redraws += 1
+        raise DoesNotFitError(totals or [total])
 
     def _total(self, draw: Draw) -> int:
-        return self._counter.count(draw.parts) + self._spec.task.tokens_to_generate
-
-    def _sample(self, draw: Draw, total: int, ordinal: int) -> Sample:
-        prompt = "".join(draw.parts)
-        cut = prompt.rfind(PREFIX_MARK)
-        answer = prompt.find(draw.answers[0], 0, cut)
-        return Sample(
-            task=self._spec.task.name,
-            ordinal=ordinal,
-            input=prompt[:cut],
-            answer_prefix=prompt[cut:],
-            outputs=draw.answers,
-            length=total,
-            tokens_to_generate=self._spec.task.tokens_to_generate,
-            depth=draw.depth,
-            answer_offset=answer,
-            answer_token_position=self._counter.count_before(draw.parts, answer),
-        )
+        return self._counter.count(draw.parts) + draw.missing_tokens + self._tokens_to_generate

@@ -18,20 +18,15 @@ import random
 import uuid
 from dataclasses import dataclass
 
+from ruler_bench.tasks.draw import SHORT_LENGTH, Draw, largest_size, line_parts
 from ruler_bench.tasks.essays import load_essays
-from ruler_bench.tasks.spec import DataSpec, TaskSpec
+from ruler_bench.tasks.spec import DataSpec, NiahTask
 from ruler_bench.tasks.template import ModelTemplate, singular
 from ruler_bench.tasks.wording import NEEDLE, NIAH_ANSWER_PREFIX, NIAH_TEMPLATE, NOISE
 from ruler_bench.tasks.words import load_words
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """Percent of the sentences before a needle; no value of the 40 lies halfway between integers."""
-
-SHORT_LENGTH = 4096
-"""Below it, haystacks of lines shrink in small steps."""
-
-PREFIX_MARK = NIAH_ANSWER_PREFIX[:10]
-"""The answer prefix begins where this occurs last."""
 
 
 @dataclass(frozen=True)
@@ -43,55 +38,34 @@ class Needle:
     text: str
 
 
-@dataclass(frozen=True)
-class Draw:
-    """One prompt as drawn, before anyone knows whether it fits.
-
-    Attributes:
-        parts: the whole prompt in pieces, in order; most begin where a text may be cut for
-            counting.
-        context_start, context_end: character offsets of the context in the prompt.
-        needle_start: character offset in the prompt of the first needle asked for.
-        answers: what is to be found, in the order asked.
-    """
-
-    parts: list[str]
-    context_start: int
-    context_end: int
-    needle_start: int
-    answers: tuple[str, ...]
-
-    @property
-    def depth(self) -> float:
-        """Place of the first needle asked for: its offset within the context over the length of
-        the context, both in characters; 0 is the start.
-        """
-        return (self.needle_start - self.context_start) / (self.context_end - self.context_start)
-
-
 class Niah:
-    """Draws prompts from one random stream.
+    """Draws prompts from one random stream; a size is that of the haystack, in words or lines.
 
     Args:
         spec: what decides the data.
-
-    Attributes:
-        step: haystack units (words or lines) that a sample which does not fit gives up; a
-            haystack no larger than that is not shrunk.
-        least_size: units below which there are not enough places for the needles.
+        task: its task.
     """
 
-    def __init__(self, spec: DataSpec) -> None:
-        self._task = spec.task
+    def __init__(self, spec: DataSpec, task: NiahTask) -> None:
+        self._task = task
         self._seed = spec.seed
         self._random = random.Random(spec.seed)
-        self._words = load_words() if "words" in _types(spec.task) else None
-        self._essays = load_essays() if spec.task.haystack == "essay" else None
-        self._frame = _Frame(spec.task, spec.model_template())
-        self.step = _step(spec.task.haystack, spec.length)
-        self.least_size = 1 if self._essays else spec.task.num_keys * spec.task.num_values
+        self._words = load_words() if "words" in (task.key_type, task.value_type) else None
+        self._essays = load_essays() if task.haystack == "essay" else None
+        self._frame = _Frame(task, spec.model_template())
+        self.step = _step(task.haystack, spec.length)
+        self.least_size = 1 if self._essays else task.num_keys * task.num_values
+        self.first_size = self.step
 
-    def draw(self, size: int) -> Draw:
+    def largest_size(self, length: int, tokens_per_unit: float) -> int:
+        """See `Drawer`."""
+        return largest_size(length, tokens_per_unit, self.step)
+
+    def draw(self, size: int, ordinal: int) -> Draw:
+        """Draw the next prompt from the stream, whichever sample it is for."""
+        return self.probe(size)
+
+    def probe(self, size: int) -> Draw:
         """Draw the next prompt from the stream, with a haystack of `size` words or lines."""
         task = self._task
         needles = [self._draw_needles() for _ in range(task.num_keys)]
@@ -104,16 +78,9 @@ class Niah:
             parts, places = self._hide_in_lines(hidden, size)
         asked = self._random.sample(range(task.num_keys), task.num_queries)
         answers = tuple(needle.value for k in asked for needle in needles[k])
-        context_chars = sum(map(len, parts))
-        self._frame.put_around(parts, [needles[k][0].key for k in asked])
-        start = len(self._frame.head)
-        return Draw(
-            parts=parts,
-            context_start=start,
-            context_end=start + context_chars,
-            needle_start=start + places[order.index((asked[0], 0))],
-            answers=answers,
-        )
+        depth = places[order.index((asked[0], 0))] / sum(map(len, parts))
+        prefix = self._frame.put_around(parts, [needles[k][0].key for k in asked])
+        return Draw(parts=parts, answer_prefix=prefix, answers=answers, depth=depth)
 
     def _draw_needles(self) -> list[Needle]:
         """Draw a key and its values."""
@@ -158,11 +125,7 @@ class Niah:
         return parts, places
 
     def _hide_in_lines(self, needles: list[str], size: int) -> tuple[list[str], list[int]]:
-        """Return the context in parts, and where in it each needle begins.
-
-        A line's first word belongs to the part before, so that every part but the first begins
-        with a space.
-        """
+        """Return the context in parts, and where in it each needle begins."""
         if self._task.haystack == "noise":
             lines = [NOISE] * size
         else:
@@ -179,20 +142,13 @@ class Niah:
             sum(map(len, lines[:row])) + row  # every line before it ends with a newline
             for row in (row + len(rows) - 1 - above for above, row in enumerate(rows))
         ]
-        parts = [""]
-        joint = ""
-        for line in lines:
-            first, _, rest = line.partition(" ")
-            parts[-1] += joint + first
-            parts.append(f" {rest}")
-            joint = "\n"
-        return parts, places
+        return line_parts(lines), places
 
 
 class _Frame:
     """The fixed text around context and question."""
 
-    def __init__(self, task: TaskSpec, template: ModelTemplate) -> None:
+    def __init__(self, task: NiahTask, template: ModelTemplate) -> None:
         before, after = template.before, template.after
         words, prefix, value_type = NIAH_TEMPLATE, NIAH_ANSWER_PREFIX, task.value_type
         if task.num_queries * task.num_values == 1:
@@ -200,20 +156,18 @@ class _Frame:
             if template.is_task_wording:
                 before, after = singular(before), singular(after)
         intro, _, question = words.partition("{context}")
-        self.head = before + intro.format(type_needle_v=value_type)
+        self._head = before + intro.format(type_needle_v=value_type)
         self._after = after
         self._question, self._prefix, self._value_type = question, prefix, value_type
 
-    def put_around(self, context: list[str], keys: list[str]) -> None:
-        """Add the text before and after the context to its parts, in place."""
+    def put_around(self, context: list[str], keys: list[str]) -> str:
+        """Add the text before and after the context to its parts, in place; return the prefix."""
         query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
         values = {"type_needle_v": self._value_type, "query": query}
-        context[0] = self.head + context[0]
-        context[-1] += self._question.format(**values) + self._after + self._prefix.format(**values)
-
-
-def _types(task: TaskSpec) -> tuple[str, str]:
-    return task.key_type, task.value_type
+        context[0] = self._head + context[0]
+        prefix = self._prefix.format(**values)
+        context[-1] += self._question.format(**values) + self._after + prefix
+        return prefix
 
 
 def _step(haystack: str, length: int) -> int:

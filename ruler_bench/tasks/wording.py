@@ -3,6 +3,8 @@
 Source: NVIDIA/RULER, Apache-2.0, commit c3f5e3b:
 https://github.com/NVIDIA/RULER/blob/c3f5e3b/scripts/data/synthetic/constants.py (task templates),
 https://github.com/NVIDIA/RULER/blob/c3f5e3b/scripts/data/synthetic/niah.py (needle, noise),
+https://github.com/NVIDIA/RULER/blob/c3f5e3b/scripts/data/synthetic/variable_tracking.py (links),
+https://github.com/NVIDIA/RULER/blob/c3f5e3b/scripts/data/synthetic/qa.py (documents),
 https://github.com/NVIDIA/RULER/blob/c3f5e3b/scripts/data/template.py (model templates).
 Every space decides bytes: a changed character here is another benchmark.
 """
@@ -27,6 +29,54 @@ NIAH_ANSWER_PREFIX = (
 
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
 """Replacements, in this order, where a prompt asks for one value."""
+
+FIRST_LINK = "VAR {name} = {value}"
+LINK = "VAR {name} = VAR {before} "
+"""The space at the end is RULER's."""
+
+VARIABLE_TRACKING_TEMPLATE = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text."
+    "\n\n{context}\n"
+    "Question: Find all variables that are assigned the value {query} in the text above."
+)
+
+VARIABLE_TRACKING_ANSWER_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above,"
+    " {num_v} variables are assigned the value {query}, they are: "
+)
+
+COMMON_WORDS_TEMPLATE = (
+    "Below is a numbered list of words. In these words, some appear more often than others."
+    " Memorize the ones that appear most often.\n{context}\n"
+    "Question: What are the 10 most common words in the above list?"
+)
+
+COMMON_WORDS_ANSWER_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+
+CODED_NOISE = "..."
+"""Stands in for the most frequent word. The question speaks of one dot more."""
+
+FREQUENT_WORDS_TEMPLATE = (
+    "Read the following coded text and track the frequency of each coded word."
+    " Find the three most frequently appeared coded words. {context}\n"
+    "Question: Do not provide any explanation. Please ignore the dots '....'."
+    " What are the three most frequently appeared words in the above coded text?"
+)
+
+FREQUENT_WORDS_ANSWER_PREFIX = (
+    " Answer: According to the coded text above, the three most frequently appeared words are:"
+)
+
+DOCUMENT = "Document {number}:\n{document}"
+
+QA_TEMPLATE = (
+    "Answer the question based on the given documents. Only give me the answer and do not output"
+    " any other words.\n\nThe following are given documents.\n\n{context}\n\n"
+    "Answer the question based on the given documents. Only give me the answer and do not output"
+    " any other words.\n\nQuestion: {query}"
+)
+
+QA_ANSWER_PREFIX = " Answer:"
 
 TASK = "{task_template}"
 """Stands for the task's template within a model's template."""

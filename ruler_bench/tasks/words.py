@@ -1,8 +1,8 @@
-"""The keys made of words: every "adjective-noun" of wonderwords 2.2.0, ranked, without building
-the six million strings.
+"""The words of wonderwords 2.2.0: every "adjective-noun" as a key, and every word by itself.
 
 RULER (niah.py) sorts the set of all products and draws from it. Here a rank leads straight to its
-string, so that `random.Random.choice` draws the same word from the same state.
+string, without the six million strings, so that `random.Random.choice` draws the same word from the
+same state.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ruler_bench.errors import UsageError
 
 WONDERWORDS_VERSION = "2.2.0"
 """Other versions hold other nouns, so that the same seed gives other keys."""
+
+POOL_LISTS = ("nounlist.txt", "adjectivelist.txt", "verblist.txt")
 
 
 class AdjectiveNouns(Sequence[str]):
@@ -83,10 +85,30 @@ def load_words() -> AdjectiveNouns:
 
 
 @cache
+def load_pool() -> tuple[str, ...]:
+    """Return every distinct noun, adjective and verb of the installed wonderwords, sorted.
+
+    Raises:
+        UsageError: wonderwords is missing or is not version 2.2.0.
+    """
+    folder = _word_lists_folder()
+    return tuple(sorted({word for name in POOL_LISTS for word in _read_lines(folder / name)}))
+
+
 def words_fingerprint() -> dict[str, str]:
-    """Return the version and the content hash of the word lists."""
+    """Return the version and the content hash of the lists of adjectives and nouns."""
+    return _fingerprint("adjectivelist.txt", "nounlist.txt")
+
+
+def pool_fingerprint() -> dict[str, str]:
+    """Return the version and the content hash of the lists of nouns, adjectives and verbs."""
+    return _fingerprint(*POOL_LISTS)
+
+
+@cache
+def _fingerprint(*names: str) -> dict[str, str]:
     digest = hashlib.sha256()
-    for name in ("adjectivelist.txt", "nounlist.txt"):
+    for name in names:
         digest.update((_word_lists_folder() / name).read_bytes())
     return {"wonderwords": WONDERWORDS_VERSION, "sha256": digest.hexdigest()}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ruler_bench.tasks import DataSpec, TaskSpec, generate
+from ruler_bench.tasks import DataSpec, generate, make_task
 from ruler_bench.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def prompt_maker() -> Callable[[int], tuple[int, ...]]:
     parameters: Any = OmegaConf.to_container(
         OmegaConf.load(ROOT / "configs" / "task" / f"{TASK}.yaml")
     )
-    task = TaskSpec(**parameters)
+    task = make_task(parameters)
     sample = generate(DataSpec(task, TEXT_TOKENS, SEED, "base", tokenizer), 1)[0]
     token_ids = tuple(tokenizer.encode_prompt(sample.prompt))
     return lambda tokens: tuple(islice(cycle(token_ids), tokens))

@@ -16,8 +16,9 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from ruler_bench.tasks import DataSpec, TaskSpec, generate
+from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.essays import load_essays
+from ruler_bench.tasks.spec import NiahTask
 from ruler_bench.tasks.template import singular
 from ruler_bench.tasks.wording import (
     MODEL_TEMPLATES,
@@ -197,10 +198,10 @@ def make_prompts(
     ]
 
 
-def task_specs() -> list[TaskSpec]:
+def task_specs() -> list[NiahTask]:
     """Return the eight needle tasks as they are evaluated."""
     return [
-        TaskSpec(
+        NiahTask(
             name=family.name,
             kind="niah",
             haystack=family.haystack,

@@ -19,7 +19,7 @@ import argparse, json, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import yaml
-from ruler_bench.tasks import DataSpec, TaskSpec, generate
+from ruler_bench.tasks import DataSpec, generate, make_task
 from ruler_bench.tokenizer import load_tokenizer
 
 parser = argparse.ArgumentParser()
@@ -32,7 +32,7 @@ a = parser.parse_args()
 essays = json.loads((Path(__file__).parent / "synthetic/json/PaulGrahamEssays.json").read_text())
 assert len(essays["text"]) == 643830
 {before}
-task = TaskSpec(**yaml.safe_load(Path({root!r}, "configs", "task", a.task + ".yaml").read_text()))
+task = make_task(yaml.safe_load(Path({root!r}, "configs", "task", a.task + ".yaml").read_text()))
 spec = DataSpec(task, a.max_seq_length, a.random_seed, a.model_template_type,
                 load_tokenizer(a.tokenizer_path))
 out = Path(a.save_dir) / a.task / "validation.jsonl"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ruler_bench.splitting import SPACES
-from ruler_bench.tasks import DataSpec, TaskSpec
+from ruler_bench.tasks import DataSpec, TaskSpec, make_task
 from ruler_bench.tokenizer import FolderTokenizer, Tokenizer
 
 TESTS = Path(__file__).parent.parent
@@ -46,7 +46,7 @@ class WordTokenizer:
 
 
 def load_task(name: str) -> TaskSpec:
-    return TaskSpec(**yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
+    return make_task(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
 
 
 @pytest.fixture(scope="session")

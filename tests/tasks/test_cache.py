@@ -181,10 +181,10 @@ def test_a_sample_without_a_place_survives(spec: MakeSpec, tmp_path: Path) -> No
 LOAD = """
 import dataclasses, json, sys
 from pathlib import Path
-from ruler_bench.tasks import DataSpec, TaskSpec, load_questions
+from ruler_bench.tasks import DataSpec, load_questions, make_task
 from ruler_bench.tokenizer import load_tokenizer
 task, tokenizer, folder = json.loads(sys.argv[1])
-spec = DataSpec(TaskSpec(**task), 1024, 42, "base", load_tokenizer(tokenizer))
+spec = DataSpec(make_task(task), 1024, 42, "base", load_tokenizer(tokenizer))
 sys.stdin.readline()
 questions = load_questions(spec, spec.tokenizer, 3, Path(folder))
 print(json.dumps([question.sample.prompt for question in questions]))

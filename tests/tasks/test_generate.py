@@ -60,10 +60,12 @@ def test_a_tight_length_is_drawn_again_until_it_fits(
     assert fit.MAX_REDRAWS >= 100
 
 
-def test_a_haystack_without_places_for_its_needles_ends(spec: MakeSpec) -> None:
-    task = TaskSpec("mine", "niah", "noise", "words", "numbers", 5, 1, 1, 128, "all")
+def test_a_haystack_without_places_for_its_needles_ends(
+    spec: MakeSpec, task: Callable[[str], TaskSpec]
+) -> None:
+    crowded = dataclasses.replace(task("niah_single_1"), name="mine", num_keys=5)
     with pytest.raises(UsageError, match="least length"):
-        generate(spec(task, 150), 2)
+        generate(spec(crowded, 150), 2)
 
 
 def test_progress_tells_what_is_going_on(spec: MakeSpec) -> None:

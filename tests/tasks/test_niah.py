@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ruler_bench.tasks import DataSpec, Sample, TaskSpec, generate
+from ruler_bench.tasks import DataSpec, Sample, generate
 from ruler_bench.tasks.niah import DEPTHS, Niah
+from ruler_bench.tasks.spec import NiahTask
 from ruler_bench.tasks.wording import MODEL_TEMPLATES
 from ruler_bench.tokenizer import FolderTokenizer
 
@@ -192,8 +193,9 @@ def test_essay_places_at_both_ends_and_together_leave_spaces(spec: MakeSpec) -> 
 
 def test_keys_come_from_one_stream(spec: MakeSpec) -> None:
     """The first draw begins with the key that the seed's stream begins with."""
-    niah = Niah(spec("niah_multikey_3", seed=9))
-    text = "".join(niah.draw(5).parts)
+    data = spec("niah_multikey_3", seed=9)
+    niah = Niah(data, data.task)
+    text = "".join(niah.probe(5).parts)
     stream = random.Random(9)
     key = f"{stream.getrandbits(128):032x}"
     assert key[:8] in text
@@ -206,7 +208,7 @@ def test_a_line_needle_is_never_last(spec: MakeSpec) -> None:
 
 
 def test_custom_task_with_several_needles_among_lines(spec: MakeSpec) -> None:
-    task = TaskSpec(
+    task = NiahTask(
         name="mine",
         kind="niah",
         haystack="noise",
