@@ -483,6 +483,26 @@ def test_bad_settings_are_one_line(build, settings, message, model):
         assert "\n" not in str(error.value)
 
 
+def test_kernels_that_cannot_be_compiled_are_one_line(model, monkeypatch):
+    """As at construction on a GPU; what runs out of memory is told elsewhere."""
+    engine = xattn(model_path=model, max_model_len=CONTEXT)
+    for error, raised in (
+        (NotImplementedError("NYI: this\nand that"), ConfigurationError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+    ):
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(engine._sparse.kernel, "warm_up", fail)
+        with pytest.raises(raised) as found:
+            engine._warm_up_sparse(engine._resident)
+        if raised is ConfigurationError:
+            assert "cannot be compiled here (NotImplementedError: NYI: this)" in str(found.value)
+            assert "\n" not in str(found.value)
+            assert str(found.value).endswith("or use backend/policy=full.")
+
+
 def test_a_plan_that_does_not_fit_names_a_chunk_that_is_allowed(model):
     settings = {"model_path": model, "max_model_len": CONTEXT, "chunk_tokens": 640}
     fits = json.loads(json.dumps(xattn(**settings | {"chunk_tokens": 256}).describe()))
