@@ -75,7 +75,7 @@ class Answer:
         token_ids: generated ids; None where the server sends none.
         margins: best minus second best log-probability, one a token; None where some are missing.
         finish_reason: None until the server tells.
-        prompt_tokens, completion_tokens, cached_tokens: as the server counts.
+        prompt_tokens, cached_tokens: as the server counts.
         choices: how often a choice was seen.
         started_seconds: when the request was sent.
         first_seconds, last_seconds: when the first and the last piece came, as `add` was told.
@@ -88,7 +88,6 @@ class Answer:
     margins: list[float] | None = None
     finish_reason: FinishReason | None = None
     prompt_tokens: int | None = None
-    completion_tokens: int | None = None
     cached_tokens: int | None = None
     choices: int = 0
     started_seconds: float = 0.0
@@ -187,7 +186,6 @@ class Answer:
         if not isinstance(usage, dict):
             raise _wrong("usage", usage)
         self.prompt_tokens = _count("usage.prompt_tokens", usage.get("prompt_tokens"))
-        self.completion_tokens = _count("usage.completion_tokens", usage.get("completion_tokens"))
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict):
             self.cached_tokens = _count("usage.cached_tokens", details.get("cached_tokens"))
