@@ -85,6 +85,7 @@ class Alone:
         self._held = self._kernel = None
         free_memory(self._bench.device, collect=True)
 
+    @torch.inference_mode()
     def dense(self, kernel: Kernel) -> dict[str, Any]:
         """Measure causal attention by one of the engine's dense kernels."""
         query, key, value = (one[: self._tokens] for one in self._operands())
@@ -94,6 +95,7 @@ class Alone:
 
         return self._figures(call, blocks=None)
 
+    @torch.inference_mode()
     def sparse(self, share: float) -> dict[str, Any]:
         """Measure the engine's kernel for blocks on random ones."""
         query, key, value = self._operands()
@@ -214,6 +216,7 @@ def xattention(bench: Bench, stride: int, threshold: float) -> Any:
     return make_policy(settings, model_of(bench))
 
 
+@torch.inference_mode()
 def density(bench: Bench, layer: FirstLayer, stride: int, threshold: float) -> float:
     """Return the share of the causal blocks that XAttention keeps."""
     tokens = layer.key.shape[0]
@@ -223,6 +226,7 @@ def density(bench: Bench, layer: FirstLayer, stride: int, threshold: float) -> f
     return int(kept.sum()) / (bench.shape.heads * causal_count(tokens))
 
 
+@torch.inference_mode()
 def estimation(bench: Bench, layer: FirstLayer, stride: int, threshold: float) -> dict[str, Any]:
     """Measure what XAttention takes to choose the blocks of one layer for a whole prompt."""
     policy, place = xattention(bench, stride, threshold), whole(layer.key.shape[0])
