@@ -158,11 +158,18 @@ class Sparse:
         if blocks is None:
             return Chosen(None, None, causal, causal)
         blocks = self._attended_with(blocks, layer)
-        by_key = blocks.sum((0, 1)).cpu()
+        by_key = _counts_by_key(blocks).cpu()
         kept = int(by_key.sum())
         if kept >= self.dense_from * causal:
             return Chosen(None, None, causal, causal)
         return Chosen(blocks, by_key > 0, kept, causal)
+
+
+def _counts_by_key(blocks: torch.Tensor) -> torch.Tensor:
+    """Return how many heads and rows read each block of keys, int64 [key_blocks]."""
+    if blocks.stride(0) == 0:  # all heads share one memory
+        return blocks[0].sum(0) * blocks.shape[0]
+    return blocks.sum((0, 1))
 
 
 def causal_count(place: Place, *, last: bool = False) -> int:

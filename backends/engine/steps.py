@@ -256,12 +256,13 @@ class SparseRows(ManyRows):
         self._tally = tally
         self._place = Place(start, plan.count, start + plan.count)
         self._reading_layers = plan.reading_layers
+        self._known: dict[int, Chosen | None] = {}
         self._load_ahead(0)
 
     def _load_ahead(self, layer: int) -> None:
         """Start to load the keys of a layer that will be read."""
         if layer < self._reading_layers:
-            known = self._sparse.known(layer, self._place)
+            known = self._known[layer] = self._sparse.known(layer, self._place)
             self._sparse_step.load_ahead(layer, None if known is None else known.read)
 
     def _attend(self, layer: int, query: torch.Tensor, where: str) -> torch.Tensor:
@@ -282,7 +283,7 @@ class SparseRows(ManyRows):
         return attended
 
     def _choose(self, layer: int) -> Chosen:
-        known = self._sparse.known(layer, self._place)
+        known = self._known.pop(layer)
         if known is not None and known.blocks is None:
             return known
         keys = self._sparse_step.layer_keys(layer, None if known is None else known.read)

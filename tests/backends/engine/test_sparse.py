@@ -483,6 +483,18 @@ def test_bad_settings_are_one_line(build, settings, message, model):
         assert "\n" not in str(error.value)
 
 
+@by_policy
+def test_a_warm_up_takes_whatever_lies_in_the_buffers(policy, model, resident, ask):
+    """As at construction on a GPU, where it may be anything: here NaN."""
+    for build in (gpu_only, offload):
+        engine = build(model_path=model, policy=policy, **SIZES)
+        with torch.inference_mode():
+            for cache in engine._caches():
+                engine._work.query.fill_(float("nan"))
+                engine._warm_up_sparse(cache)
+        assert_same(ask(engine, 385, NEW), resident(policy, 385))
+
+
 def test_kernels_that_cannot_be_compiled_are_one_line(model, monkeypatch):
     """As at construction on a GPU; what runs out of memory is told elsewhere."""
     engine = xattn(model_path=model, max_model_len=CONTEXT)
