@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,10 @@ from omegaconf import DictConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ruler_bench.config import Cell
     from ruler_bench.leak.diagnose import Row
     from ruler_bench.leak.verdict import Verdict
+    from ruler_bench.run import Outcome
 
 from backends.base import ConfigurationError
 from ruler_bench.cli import (
@@ -84,6 +87,8 @@ def job(config: DictConfig) -> JobResult:
             print_verdict(outcome.verdict, in_full=swept is None)
         elif cell.note:
             print(cell.note)
+        if cell.minimise and outcome.verdict is not None and outcome.status != INTERRUPTED:
+            outcome = replace(outcome, status=reproduce(cell, outcome))
         result.cells.append(CellRef(str(cell.folder), cell.ordinals))
         result.status = worst([result.status, outcome.status])
         if outcome.status == INTERRUPTED:
@@ -104,6 +109,18 @@ def print_verdict(verdict: Verdict, in_full: bool) -> None:
     from ruler_bench.leak.report import terminal_verdict  # noqa: PLC0415 (scipy takes long)
 
     print(terminal_verdict(verdict) + "\n" if in_full else verdict.sentence)
+
+
+def reproduce(cell: Cell, outcome: Outcome) -> int:
+    """With minimise=true, look for the smallest reproducer; return the status of the whole."""
+    from ruler_bench.minimise import after_run  # noqa: PLC0415 (it builds engines)
+
+    assert outcome.verdict is not None
+    try:
+        after_run(cell, outcome.verdict.verdict)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return outcome.status
 
 
 def print_diagnosis(rows: Sequence[Row]) -> None:

@@ -45,6 +45,7 @@ KEYS_WITHOUT_RESULTS = frozenset(
         "fresh.start",
         "stop_on",
         "max_unstable",
+        "minimise",
         "timeout_seconds",
         "note",
     }
@@ -92,6 +93,7 @@ class RunConfig(DataConfig):
     timeout_seconds: float = 3600.0
     stop_on: str | None = None
     max_unstable: float = 0.0
+    minimise: bool = False
     note: str | None = None
     out: str | None = None
     overwrite: bool = False
@@ -198,6 +200,7 @@ class Cell:
             request, or to close.
         stop_on: None, or "leak": stop when two arms contradict each other.
         max_unstable: share of the samples that may be unstable before the exit status says so.
+        minimise: look for the shortest sequence of requests that shows a leak or a race.
         note: what is said with the table.
         is_diagnosis: whether the hypotheses of `ruler_bench.leak.diagnose` are answered. Arms that
             the backend refuses are then left out.
@@ -224,6 +227,7 @@ class Cell:
     timeout_seconds: float = 3600.0
     stop_on: str | None = None
     max_unstable: float = 0.0
+    minimise: bool = False
     note: str | None = None
     is_diagnosis: bool = False
     qa_data: str | None = None
@@ -484,6 +488,13 @@ def check_given(
             )
 
 
+def _can_minimise(arms: Sequence[str]) -> bool:
+    """Whether there is an arm of one engine, and a fresh one to hold it against."""
+    fresh = [arm for arm in arms if kind_of(arm).is_fresh]
+    warm = [arm for arm in arms if not kind_of(arm).is_fresh and arm not in REFERENCES]
+    return bool(fresh and warm)
+
+
 def _asks_twice(arm: str) -> bool:
     """Tell whether an arm asks a sample more than once, so that it can contradict itself."""
     (stream,) = streams([arm], [0], boundary_units=[2])
@@ -642,6 +653,12 @@ def cells(
         raise UsageError(
             f"max_unstable={config.max_unstable:g}: out of range; must be a share, 0 to 1."
         )
+    if config.minimise and not _can_minimise(arms):
+        raise UsageError(
+            f"minimise=true: arms={_shown(list(arms))} has no answer of an engine that served "
+            "others beside one of a fresh engine, so that there would be nothing to look for; use "
+            "arms=[persistent,fresh] or more, or leave it out."
+        )
     if config.stop_on is not None and config.stop_on not in STOP_ON:
         raise unknown_name("stop_on", config.stop_on, STOP_ON)
     folder = _result_folder(config, choices, overrides, lengths, swept)
@@ -675,6 +692,7 @@ def cells(
             timeout_seconds=config.timeout_seconds,
             stop_on=config.stop_on,
             max_unstable=config.max_unstable,
+            minimise=config.minimise,
             note=config.note,
             is_diagnosis=is_diagnosis,
         )

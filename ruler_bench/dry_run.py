@@ -42,6 +42,7 @@ def describe_cell(cell: Cell, overwrite: bool = False) -> str:
         f"  tokens: {missing * cell.length} of prompt and generation, at most",
         f"  expected time: {_expected_time(plans)}",
         f"  folder: {cell.folder}",
+        *(["  then, after a leak or a race: what it takes to minimise it"] * cell.minimise),
         *_memory_plan(bench),
     ]
     return "\n".join(lines)

@@ -250,7 +250,8 @@ def _remove_if_unused(folder: Path) -> None:
 
 
 RUN_FILES = (MANIFEST, RECORDS, ERROR_LOG, "report.md", "summary.csv", "verdict.json", "junit.xml")
-RUN_FOLDERS = ("predictions",)
+REPRODUCER = "reproducer"
+RUN_FOLDERS = ("predictions", REPRODUCER)
 
 
 def _check_files(folder: Path) -> None:

@@ -32,13 +32,17 @@ from typing import NoReturn
 from backends.base import ConfigurationError
 from ruler_bench import manifest as manifests
 from ruler_bench import model_files
-from ruler_bench.config import portable_path, shareable
+from ruler_bench.config import Cell, is_secret_key, portable_path, shareable
 from ruler_bench.errors import UsageError, one_line
+from ruler_bench.leak.arms import ONE_ENGINE
+from ruler_bench.leak.classes import LEAK, RACE
 from ruler_bench.leak.join import (
     FRESH,
     OWN_ENGINE_DECIDES_BITS,
     PACKAGES_THAT_DECIDE_BITS,
     PERSISTENT,
+    REFERENCE,
+    REFERENCE_AGAIN,
 )
 from ruler_bench.leak.rebuild import (
     IN_PROCESS,
@@ -55,8 +59,11 @@ from ruler_bench.leak.rebuild import (
     starter,
 )
 from ruler_bench.leak.reproducer import (
+    ABOUT,
     BITS,
     ERROR,
+    TEXT,
+    TOKENS,
     Answer,
     Ask,
     Engine,
@@ -68,6 +75,7 @@ from ruler_bench.leak.reproducer import (
     change,
     check_folder,
     counts_as,
+    is_same,
     probe,
     read_reproducer,
     write_reproducer,
@@ -78,7 +86,6 @@ from ruler_bench.tokenizer import Tokenizer
 
 SAME, USAGE_ERROR, CHANGES, UNSTABLE, INTERRUPTED = 0, 2, 3, 5, 130
 MAX_REPEATS = 1000
-FOLDER = "reproducer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,8 @@ class Options:
         run: the run folder, or None.
         replay: the reproducer's folder, or None.
         overrides: settings of the engine, `key=value`.
-        arm: whose answer changes.
+        arm: whose answer changes; None for the first that differs from fresh engines, persistent
+            before others.
         ordinal: which; None for the first.
         out: where the reproducer goes; None for RUN/reproducer.
         limits: how much may be asked.
@@ -100,7 +108,7 @@ class Options:
     run: Path | None = None
     replay: Path | None = None
     overrides: tuple[str, ...] = ()
-    arm: str = PERSISTENT
+    arm: str | None = None
     ordinal: int | None = None
     out: Path | None = None
     max_requests: int | None = None
@@ -146,10 +154,21 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("words", nargs="*", metavar="RUN", help="a run folder; then key=value")
     parser.add_argument("--replay", type=Path, metavar="DIR", help="replay a reproducer")
     parser.add_argument("--ordinal", metavar="N", help="the answer to look at; default: the first")
-    parser.add_argument("--arm", metavar="NAME", help=f"whose answer; default: {PERSISTENT}")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: RUN/{FOLDER}")
     parser.add_argument(
-        "--max-requests", metavar="N", help="stop looking after so many requests of all probes"
+        "--arm",
+        metavar="NAME",
+        help=f"whose answer; default: {PERSISTENT}, or the first other arm of one engine that "
+        "differs from fresh ones where it does not",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"default: RUN/{manifests.REPRODUCER}"
+    )
+    parser.add_argument(
+        "--max-requests",
+        metavar="N",
+        help="look for less only as long as all probes together have asked no more than N requests "
+        "(the answer alone and all of the run are asked in any case); what is found by then is "
+        "written, and not called the smallest; default: no limit",
     )
     parser.add_argument(
         "--repeat", metavar="N", help="how often to ask what matters; default: 3, in a replay 1"
@@ -173,7 +192,7 @@ def parse(arguments: Sequence[str]) -> Options:
         run=Path(paths[0]) if paths else None,
         replay=read.replay,
         overrides=overrides,
-        arm=read.arm or PERSISTENT,
+        arm=read.arm,
         ordinal=_whole("--ordinal", read.ordinal, 0, None),
         out=read.out,
         max_requests=_whole("--max-requests", read.max_requests, 1, None),
@@ -201,56 +220,71 @@ def chosen(run: RunFolder, options: Options) -> Record:
     Raises:
         UsageError: there is none, or it is not among those that differ.
     """
-    control = control_arm(run, options.arm)
-    mine = served(run, options.arm)
+    arm = options.arm or _arm_of(run)
+    control = control_arm(run, arm)
+    mine = served(run, arm)
     if control is None and options.ordinal is None:
         raise UsageError(
-            f"{run.path}: has no arm to hold {options.arm} against (it has "
+            f"{run.path}: has no arm to hold {arm} against (it has "
             f"{', '.join(sorted(run.facts))}), so that nobody can tell which answer changes; run "
             f"it with arms=[{PERSISTENT},{FRESH}], or name an answer with --ordinal N."
         )
-    found = mine if control is None else differing(run, options.arm, control)
+    found = mine if control is None else differing(run, arm, control)
     if options.ordinal is not None:
-        return _of_ordinal(run, options, mine, found, control)
+        return _of_ordinal(run, arm, options.ordinal, mine=mine, found=found, control=control)
     if not found:
         raise UsageError(
-            f"{run.path}: arms {options.arm} and {control} answer alike wherever both did, so that "
+            f"{run.path}: arms {arm} and {control} answer alike wherever both did, so that "
             "there is nothing to reproduce; other arms, or more samples, may show more."
         )
     later = [one for one in found if one.position > 0] or found
     return next((one for one in later if one.ordinal in _leaking(run)), later[0])
 
 
+def _arm_of(run: RunFolder) -> str:
+    """Return the first arm of one engine that differs from fresh ones; persistent where none does,
+    or nothing can be held against it.
+    """
+    warm = [name for name, facts in run.facts.items() if facts.arm.lifetime == ONE_ENGINE]
+    own = [name for name in warm if name not in (REFERENCE, REFERENCE_AGAIN)]
+    for arm in sorted(own, key=lambda name: name != PERSISTENT):
+        control = control_arm(run, arm)
+        if control is not None and differing(run, arm, control):
+            return arm
+    return PERSISTENT
+
+
 def _of_ordinal(
     run: RunFolder,
-    options: Options,
+    arm: str,
+    ordinal: int,
+    *,
     mine: Sequence[Record],
     found: Sequence[Record],
     control: str | None,
 ) -> Record:
-    asked = [one for one in mine if one.ordinal == options.ordinal]
+    asked = [one for one in mine if one.ordinal == ordinal]
     if not asked:
         known = sorted({one.ordinal for one in mine if one.ordinal < AGING_ORDINALS})
         raise UsageError(
-            f"--ordinal {options.ordinal}: arm {options.arm} of {run.path} has no answer to it; "
+            f"--ordinal {ordinal}: arm {arm} of {run.path} has no answer to it; "
             f"it has {known[0]} to {known[-1]} ({len(known)} samples)."
         )
-    answer = next((one for one in found if one.ordinal == options.ordinal), None)
+    answer = next((one for one in found if one.ordinal == ordinal), None)
     if answer is not None:
         return answer
     if asked[-1].error is not None:
         return asked[-1]
     others = ", ".join(str(one.ordinal) for one in found[:10]) or "none"
     raise UsageError(
-        f"--ordinal {options.ordinal}: arms {options.arm} and {control} answer it alike; those "
+        f"--ordinal {ordinal}: arms {arm} and {control} answer it alike; those "
         f"that differ: {others}."
     )
 
 
 def _leaking(run: RunFolder) -> set[int]:
     """Return the ordinals that the verdict calls a leak or a race."""
-    from ruler_bench.leak.classes import LEAK, RACE  # noqa: PLC0415 (scipy takes long)
-    from ruler_bench.leak.verdict import judge_run  # noqa: PLC0415
+    from ruler_bench.leak.verdict import judge_run  # noqa: PLC0415 (scipy takes long)
 
     verdict = judge_run(run.manifest, run.records)
     return {one.ordinal for one in verdict.indices if one.verdict in (LEAK, RACE)}
@@ -267,7 +301,7 @@ def minimise(options: Options) -> int:
     """
     assert options.run is not None
     run = read_run(options.run)
-    out = options.out or options.run / FOLDER
+    out = options.out or options.run / manifests.REPRODUCER
     check_folder(out, "--out " if options.out else "")
     victim = chosen(run, options)
     name = f"{victim.task}, arm {victim.arm}, ordinal {victim.ordinal}"
@@ -294,10 +328,47 @@ def minimise(options: Options) -> int:
         raise UsageError(f"{run.path}: cannot be asked again: {one_line(error)}") from error
     kept = reproducer(run, victim, again, found, options.fresh)
     lines = told(kept, found)
-    write_reproducer(out, kept, readme(out, kept, lines))
-    for line in (*lines, f"Written to {out}; replay: {replay_command(out)}"):
+    shorter = _shorter(out, kept)
+    if shorter is not None and _still_shows(shorter, again, options.fresh):
+        requests, tokens = _size(shorter)
+        where = (
+            f"Not written: {out} holds a shorter one that shows, too ({requests} requests, "
+            f"{tokens} prompt tokens); --out DIR keeps both; replay that"
+        )
+    else:
+        write_reproducer(out, kept, readme(out, kept, lines))
+        where = f"Written to {out}; replay"
+    for line in (*lines, f"{where}: {replay_command(out)}"):
         print(line)
     return CHANGES
+
+
+def _size(kept: Reproducer) -> tuple[int, int]:
+    return len(kept.asks), sum(len(one.prompt_token_ids) for one in kept.asks)
+
+
+def _shorter(folder: Path, found: Reproducer) -> Reproducer | None:
+    """Return the reproducer of the same answer that a folder holds, where it is shorter."""
+    try:
+        there = read_reproducer(folder)
+    except UsageError:
+        return None
+    same = all(
+        getattr(there, key) == getattr(found, key) for key in ("task", "arm", "ordinal", "level")
+    )
+    return there if same and _size(there) < _size(found) else None
+
+
+def _still_shows(kept: Reproducer, again: Rebuilt, fresh: str) -> bool:
+    """Ask a reproducer of this engine, as often as it may take to show."""
+    start = starter(again.engine, again.model, fresh)
+    tries = 1 if kept.shown == kept.tries else kept.tries
+    answers = (probe(start, kept.asks, again.tokenizer).answer for _ in range(tries))
+    return any(
+        answer is not None
+        and counts_as(change(answer, kept.expected, kept.level == BITS), kept.level)
+        for answer in answers
+    )
 
 
 def _say(line: str) -> None:
@@ -330,6 +401,11 @@ def _not_as_it_was(run: RunFolder, victim: Record, found: Smallest) -> list[str]
     ):
         if record is not None and not _is_answer(record, answer):
             notes.append(f"the run recorded another answer in arm {arm}")
+    if found.level in (TOKENS, TEXT) and not is_same(found.wrong, found.whole_wrong):
+        notes.append(
+            f"the wrong answer is another than after all {found.whole_requests} requests, which "
+            f"was {_shown(found.whole_wrong)}"
+        )
     return notes
 
 
@@ -492,6 +568,32 @@ def readme(folder: Path, kept: Reproducer, lines: Sequence[str]) -> str:
             "",
         ]
     )
+
+
+def after_run(cell: Cell, verdict: str) -> None:
+    """With minimise=true, minimise a run that is over, where its verdict is a leak or a race.
+
+    Args:
+        cell: what was run; secrets, which no run writes down, are taken from it.
+        verdict: its class.
+    """
+    if verdict not in (LEAK, RACE):
+        return
+    folder = cell.folder / manifests.REPRODUCER
+    if (folder / ABOUT).exists():
+        print(f"The reproducer is there already; replay: {replay_command(folder)}")
+        return
+    secrets = [
+        f"backend.{key}={value}"
+        for key, value in cell.backend_settings.items()
+        if is_secret_key(key) and value is not None
+    ]
+    fresh = IN_PROCESS if cell.fresh.engine == "inprocess" else PROCESS
+    try:
+        minimise(Options(run=cell.folder, overrides=tuple(secrets), fresh=fresh))
+    except ConfigurationError as error:
+        # The run is over and its verdict stands.
+        print(f"minimise=true: no reproducer: {one_line(error)}", file=sys.stderr)
 
 
 # --- replay -------------------------------------------------------------------------------------

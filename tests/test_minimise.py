@@ -351,6 +351,21 @@ class Hasty(Leaky):
         self.ended.set()
 
 
+class Telling(Leaky):
+    """Tells how long the prompt before was."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = ()
+
+    def generate(self, request):
+        found = super().generate(request)
+        if self.last:
+            found = Generation(token_ids=found.token_ids + self.last, finish_reason="length")
+        self.last = (len(request.prompt_token_ids) % 100 + 100,)
+        return found
+
+
 class LeakyModule(Leaky):
     """The same, but what was served outlives the engine in its process."""
 
@@ -614,3 +629,96 @@ def test_a_folder_of_somebody_elses_is_left_alone(leaky, minimise, workdir):
     (workdir / "mine" / "notes.txt").write_text("keep")
     refused(minimise("run", "--out", "mine"), "--out mine", "no reproducer")
     refused(minimise("run", "--out", "run/manifest.json"), "is a file")
+
+
+# --- minimise=true ------------------------------------------------------------------------------
+
+
+def test_a_run_minimises_its_own_leak_once(leaky, workdir):
+    arms = "arms=[persistent,fresh,fresh_again]"
+    command = ("+backend.needs=[2]", "minimise=true", "num_samples=10")
+    ran = leaky(*command, arms=arms)
+    assert ran.status == 3, ran.err
+    folder = workdir / "run" / "reproducer"
+    assert [row["ordinal"] for row in kept(folder)[0]] == [2, 3]
+    assert "2 of 4 requests are enough" in ran.out
+    (folder / "mine.txt").write_text("not looked for again")
+    again = leaky(*command, arms=arms)
+    assert again.status == 3
+    assert "The reproducer is there already; replay: python -m ruler_bench.minimise" in again.out
+    assert (folder / "mine.txt").exists()
+    anew = leaky("overwrite=true", "num_samples=2", arms=arms)
+    assert anew.status == 0
+    assert not folder.exists()
+
+
+def test_a_sound_run_has_nothing_to_minimise(leaky, workdir):
+    ran = leaky("minimise=true", "num_samples=2")
+    assert ran.status == 0, ran.err
+    assert not (workdir / "run" / "reproducer").exists()
+
+
+def test_what_a_run_cannot_minimise_is_refused_or_told(leaky, workdir):
+    refused(leaky("minimise=true", arms="arms=[persistent]"), "minimise=true", "arms=[persistent]")
+    refused(leaky("minimise=true", arms="arms=[fresh,fresh_again]"), "arms=[persistent,fresh]")
+    planned = leaky("minimise=true", "dry_run=true")
+    assert planned.status == 0
+    assert "then, after a leak or a race" in planned.out
+    assert not (workdir / "run").exists()
+
+
+def test_without_a_name_the_arm_that_differs_is_taken(leaky, minimise, workdir):
+    """As of a leak that only another order or another stream shows."""
+    leaky("+backend.needs=[7]", arms="arms=[persistent,shuffled,fresh]")
+    assert minimise("run").status == 3
+    assert kept(workdir / "run" / "reproducer")[1]["arm"] == "shuffled"
+
+
+def test_a_shorter_reproducer_is_kept_while_it_shows(leaky, minimise, workdir):
+    leaky("+backend.needs=[2]")
+    assert minimise("run").status == 3
+    folder = workdir / "run" / "reproducer"
+    shortest = (folder / "requests.jsonl").read_text()
+    longer = minimise("run", "--max-requests", "1")
+    assert longer.status == 3
+    assert f"Not written: {Path('run') / 'reproducer'} holds a shorter one" in longer.out
+    assert (folder / "requests.jsonl").read_text() == shortest
+    # One that no longer shows is of no use.
+    rows = [json.loads(line) for line in shortest.splitlines()]
+    rows[0]["request_id"] = 77
+    (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "Written to" in minimise("run", "--max-requests", "1").out
+    assert len(kept(folder)[0]) == 4
+
+
+def test_leaving_requests_out_keeps_the_wrong_answer(minimise):
+    """Two faults, of which the smaller gives another wrong answer than the run showed."""
+
+    def answer(request, before):
+        ids = set(ids_of(before))
+        if {2, 5} <= ids:
+            return (1, 7)
+        return (1, 3) if 5 in ids else (1, 2)
+
+    found, _ = search(answer, range(8))
+    assert ids_of(found.asks) == [2, 5, 99]
+    assert found.wrong.token_ids == found.whole_wrong.token_ids == (1, 7)
+
+
+def test_shorter_requests_that_change_the_wrong_answer_are_told(leaky, minimise, workdir):
+    def answer(request, before):
+        long = any(len(one.prompt_token_ids) > 40 for one in before)
+        return (1, 7) if long else (1, 3) if before else (1, 2)
+
+    found, _ = search(answer, range(3))
+    assert (found.wrong.token_ids, found.whole_wrong.token_ids) == ((1, 3), (1, 7))
+    leaky(name="Telling")
+    assert minimise("run").status == 3
+    notes = kept(workdir / "run" / "reproducer")[1]["notes"]
+    assert any("the wrong answer is another than after all 2 requests" in one for one in notes)
+
+
+def test_help_says_what_a_limit_of_requests_does(minimise):
+    told = " ".join(minimise("--help").out.split())
+    assert "no more than N requests" in told
+    assert "not called the smallest" in told

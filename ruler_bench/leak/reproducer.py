@@ -97,6 +97,13 @@ def change(answer: Answer, fresh: Answer, bits_are_promised: bool) -> str | None
     return BITS if bits_are_promised and differ else None
 
 
+def is_same(a: Answer, b: Answer) -> bool:
+    """Whether two answers are the same to a reader: in tokens, without them in text."""
+    if a.token_ids is None or b.token_ids is None:
+        return (a.text, a.error) == (b.text, b.error)
+    return a.token_ids == b.token_ids
+
+
 def counts_as(found: str | None, level: str) -> bool:
     """Whether a change is one of this level: where only logits changed, other tokens do, too."""
     return found == level or (level == BITS and found in (TOKENS, TEXT))
@@ -188,6 +195,7 @@ class Smallest:
         asks: the requests, the victim last.
         level: how its answer changes.
         expected, wrong: the victim's answer alone, and after the others.
+        whole_wrong: its answer after all that the run had asked before it.
         shown, tries: in how many of how many repeats of these requests it changed.
         whole_shown: of as many repeats of the whole sequence.
         whole_requests: of the run's own sequence.
@@ -202,6 +210,7 @@ class Smallest:
     level: str
     expected: Answer
     wrong: Answer
+    whole_wrong: Answer
     shown: int
     tries: int
     whole_shown: int
@@ -238,7 +247,7 @@ class Search:
         self._tokenizer = tokenizer
         self._limits = limits
         self._progress = progress
-        self._known: dict[tuple[Ask, ...], bool] = {}
+        self._known: dict[tuple[Ask, ...], list[Probe]] = {}
         self._shown: list[tuple[Ask, ...]] = []
         self._tries = 1
         self._is_spent = False
@@ -246,6 +255,9 @@ class Search:
         self._level = TOKENS
         self._bits = False
         self._fresh = Answer()
+        self._wrong = Answer()
+        self._kept = Answer()
+        self._keeps_answer = False
         self.probes = 0
         self.requests = 0
 
@@ -264,11 +276,16 @@ class Search:
         whole_shown = self._ask_whole(whole)
         self._shown.append(whole)
         found = ddmin(last_that_show(whole, self._shows), self._shows)
+        # What a shorter request leaves behind is mostly something else, and so is the wrong answer.
+        is_kept, self._keeps_answer = self._keeps_answer, False
         # A model that is asked half a prompt may never stop: short answers first.
         found = smaller_items(found, _shorter_answers, self._shows)
         found = smaller_items(found, self._shorter_prompts, self._shows)
         # A request that was needed beside long ones may not be beside short ones.
+        self._kept = self._wrong_after(found)
+        self._keeps_answer = is_kept
         found = ddmin(found, self._shows)
+        self._keeps_answer = False
         return self._confirmed(found, whole, whole_shown)
 
     def _ask(self, predecessors: tuple[Ask, ...]) -> Probe:
@@ -326,6 +343,17 @@ class Search:
                 f"in {repeats} of {repeats} repeats"
             )
         self._level = max(seen, key=LEVELS.index)
+        wrong = [
+            one.answer
+            for one, level in zip(found, levels, strict=True)
+            if one.answer is not None and counts_as(level, self._level)
+        ]
+        self._wrong = self._kept = wrong[0]
+        # Where it is always the same wrong answer, leaving requests out must not make it another.
+        is_visible = self._level in (TOKENS, TEXT)
+        self._keeps_answer = (
+            is_visible and len(wrong) == repeats and all(is_same(one, wrong[0]) for one in wrong)
+        )
         shown = sum(counts_as(one, self._level) for one in levels)
         self._may_fail = frozenset().union(*(one.failed for one in found))
         self._tries = 1 if shown == repeats else repeats
@@ -334,12 +362,20 @@ class Search:
         )
         return shown
 
+    def _wrong_after(self, predecessors: tuple[Ask, ...]) -> Answer:
+        """Return the wrong answer that a sequence showed when it was last asked."""
+        probes = self._known.get(predecessors, ())
+        shown = [one.answer for one in probes if self._is_shown(one) and one.answer is not None]
+        return shown[-1] if shown else self._wrong
+
     def _change(self, answer: Answer | None) -> str | None:
         return None if answer is None else change(answer, self._fresh, self._bits)
 
     def _is_shown(self, found: Probe) -> bool:
         """Whether a probe shows what is looked for, and not, say, what a failed request left."""
         is_change = counts_as(self._change(found.answer), self._level)
+        if self._keeps_answer and found.answer is not None:
+            is_change = is_change and is_same(found.answer, self._kept)
         return is_change and found.failed <= self._may_fail
 
     def _shows(self, predecessors: tuple[Ask, ...]) -> bool:
@@ -348,12 +384,13 @@ class Search:
             if limit is not None and self.requests + len(predecessors) + 1 > limit:
                 self._is_spent = True
                 return False
-            shown = any(self._is_shown(self._ask(predecessors)) for _ in range(self._tries))
-            self._known[predecessors] = shown
-            if shown:
+            probes = self._known[predecessors] = []
+            while len(probes) < self._tries and not any(map(self._is_shown, probes)):
+                probes.append(self._ask(predecessors))
+            if any(map(self._is_shown, probes)):
                 self._shown.append(predecessors)
                 self._progress(f"{_size(predecessors)} before it: the answer still changes")
-        return self._known[predecessors]
+        return any(map(self._is_shown, self._known[predecessors]))
 
     def _shorter_prompts(self, ask: Ask) -> Iterator[Ask]:
         """Yield a request with the first and with the second half of its prompt."""
@@ -392,6 +429,7 @@ class Search:
                 level=self._level,
                 expected=self._fresh,
                 wrong=shown[0].answer or Answer(),
+                whole_wrong=self._wrong,
                 shown=len(shown),
                 tries=repeats,
                 whole_shown=whole_shown,
