@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ruler_bench.tasks.spec import TaskSpec
 
 FILE = "validation.jsonl"
+PLACES = ("answer_offset", "answer_token_position")
+"""Of the answer; only our own files have them."""
 REQUIRED = ("input", "answer_prefix", "outputs", "length")
 
 
@@ -128,6 +130,7 @@ def _sample(where: str, row: dict[str, Any], task: TaskSpec, ordinal: int) -> Sa
         length=_number(where, "length", row["length"]),
         tokens_to_generate=task.tokens_to_generate,
         depth=_depth(where, row.get("depth")),
+        **{key: _number(where, key, row[key]) for key in PLACES if row.get(key) is not None},
     )
 
 

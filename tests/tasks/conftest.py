@@ -1,5 +1,6 @@
 """Tokenizers and specs for the tests of tasks."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,6 +56,12 @@ def smollm2() -> FolderTokenizer:
     return FolderTokenizer(str(folder), folder)
 
 
+@pytest.fixture(scope="session")
+def qa_data() -> Path:
+    """A folder of made-up questions in the schemas of SQuAD and HotpotQA."""
+    return TESTS / "data" / "qa"
+
+
 @pytest.fixture
 def make_word_tokenizer() -> type[WordTokenizer]:
     return WordTokenizer
@@ -72,6 +79,12 @@ def task() -> Callable[[str], TaskSpec]:
 
 
 @pytest.fixture
+def changed_task() -> Callable[..., TaskSpec]:
+    """Read a task from configs/task and change some of its parameters."""
+    return lambda name, **changes: dataclasses.replace(load_task(name), **changes)
+
+
+@pytest.fixture
 def spec(word_tokenizer: WordTokenizer) -> MakeSpec:
     """Make a DataSpec; what is not named is niah_single_1 at 1600 words and spaces."""
 
@@ -81,6 +94,8 @@ def spec(word_tokenizer: WordTokenizer) -> MakeSpec:
         seed: int = 42,
         template: str = "base",
         tokenizer: Tokenizer = word_tokenizer,
+        *,
+        qa_data: Path | None = None,
     ) -> DataSpec:
         return DataSpec(
             task=load_task(task) if isinstance(task, str) else task,
@@ -88,6 +103,7 @@ def spec(word_tokenizer: WordTokenizer) -> MakeSpec:
             seed=seed,
             template=template,
             tokenizer=tokenizer,
+            qa_data=qa_data,
         )
 
     return make

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ def least_length(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize(
-    ("task", "length", "num_samples"),
+    "case",
     [
         ("niah_single_1", 1, 20),
         ("niah_single_1", 130, 3),
@@ -26,12 +27,21 @@ def least_length(error: BaseException) -> int:
         ("niah_multikey_2", 200, 20),
         ("niah_multikey_3", 256, 10),
         ("niah_multiquery", 700, 5),
+        ("vt", 300, 5),
+        ("cwe", 400, 5),
+        ("fwe", 60, 5),
+        ("qa_1", 200, 8),
+        ("qa_2", 400, 8),
     ],
 )
 def test_the_least_length_named_works_and_one_less_does_not(
-    spec: MakeSpec, smollm2: FolderTokenizer, task: str, length: int, num_samples: int
+    spec: MakeSpec,
+    smollm2: FolderTokenizer,
+    qa_data: Path,
+    case: tuple[str, int, int],
 ) -> None:
-    data = spec(task, length, seed=3, tokenizer=smollm2)
+    task, length, num_samples = case
+    data = spec(task, length, seed=3, tokenizer=smollm2, qa_data=qa_data)
     with pytest.raises(UsageError, match=rf"length={length} .*{task}") as caught:
         generate(data, num_samples)
     least = least_length(caught.value)
@@ -74,3 +84,55 @@ def test_progress_tells_what_is_going_on(spec: MakeSpec) -> None:
     assert len(lines) == 3
     assert "1600" in lines[0]
     assert lines[-1].endswith("sample 2 of 2")
+
+
+OTHERS = ("vt", "cwe", "fwe", "qa_1", "qa_2")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_more_samples_leave_the_earlier_ones(spec: MakeSpec, qa_data: Path, name: str) -> None:
+    data = spec(name, 2000, seed=7, qa_data=qa_data)
+    assert generate(data, 5)[:2] == generate(data, 2)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_seed_length_and_template_matter(spec: MakeSpec, qa_data: Path, name: str) -> None:
+    variants = [{}, {"seed": 43}, {"length": 2500}, {"template": "RWKV"}, {"template": "chat"}]
+    first = [
+        generate(spec(name, qa_data=qa_data, **{"length": 2000, **one}), 2) for one in variants
+    ]
+    assert all(one != other for i, one in enumerate(first) for other in first[:i])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("template", ["base", "vicuna-chat"])
+def test_counting_in_pieces_or_whole_gives_the_same_samples(
+    spec: MakeSpec,
+    qa_data: Path,
+    make_word_tokenizer: Callable[..., object],
+    name: str,
+    template: str,
+) -> None:
+    whole = make_word_tokenizer(cuts=None)
+    pieces = generate(spec(name, 2000, template=template, qa_data=qa_data), 3)
+    assert pieces == generate(
+        spec(name, 2000, template=template, tokenizer=whole, qa_data=qa_data), 3
+    )
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_sample_has_its_length(
+    spec: MakeSpec, smollm2: FolderTokenizer, qa_data: Path, name: str
+) -> None:
+    """The pieces add up to what the tokenizer makes of the whole prompt."""
+    data = spec(name, 1500, seed=5, template="Phi3", tokenizer=smollm2, qa_data=qa_data)
+    for sample in generate(data, 4):
+        tokens = len(smollm2.encode_prompt(sample.prompt)) - smollm2.adds_bos
+        assert sample.length == tokens + sample.tokens_to_generate <= 1500
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_templates_with_braces_stay_as_they_are(spec: MakeSpec, qa_data: Path, name: str) -> None:
+    sample = generate(spec(name, 2000, template="chat", qa_data=qa_data), 1)[0]
+    assert "<user> there are some {answers}\n" in sample.input
+    assert sample.input.endswith("<assistant>\n")

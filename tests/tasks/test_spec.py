@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ruler_bench import tasks
 from ruler_bench.errors import UsageError
 from ruler_bench.tasks import DataSpec, TaskSpec
 from ruler_bench.tokenizer import load_tokenizer
@@ -89,7 +90,58 @@ def test_description_is_json_without_paths(spec: MakeSpec) -> None:
     assert str(folder.parent) not in described
 
 
-def test_all_eight_tasks_have_a_configuration(task: Callable[[str], TaskSpec]) -> None:
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("vt", "num_hops", 5, "places for at most 4 hops"),
+        ("vt", "num_chains", 0, "task.num_chains=0: must be an integer of at least 1"),
+        ("cwe", "num_cw", "10", "task.num_cw=10: must be an integer"),
+        ("fwe", "alpha", 1, "task.alpha=1: out of range; must be above 1"),
+        ("fwe", "alpha", float("nan"), "task.alpha=nan: out of range"),
+        ("fwe", "alpha", "2", "task.alpha=2: must be a number"),
+        ("fwe", "vocab_size", 0, "task.vocab_size=0"),
+        ("fwe", "vocab_size", 26**6 + 1, "there are only 308915776 words"),
+        ("qa_1", "dataset", "squat", "Did you mean 'squad'"),
+        ("qa_2", "kind", "niah", "Did you mean|Allowed: qa"),
+    ],
+)
+def test_a_wrong_parameter_of_the_other_tasks_is_named(
+    changed_task: Callable[..., TaskSpec], name: str, key: str, value: Any, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        changed_task(name, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "x"}, "task.kind is missing"),
+        ({"kind": "niah", "num_kesy": 1}, "Did you mean 'task.num_keys'"),
+        ({"kind": "qa", "name": "x"}, "task.tokens_to_generate is missing"),
+        ({"kind": ["qa"]}, "unknown task.kind"),
+        ({"kind": "variable_traking"}, "Did you mean 'variable_tracking'"),
+    ],
+)
+def test_a_task_must_be_described_whole(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        tasks.make_task(values)
+
+
+def test_the_other_five_tasks_have_a_configuration(task: Callable[[str], TaskSpec]) -> None:
+    """Tokens and rules of RULER's own table."""
+    expected = {
+        "vt": (30, "all"),
+        "cwe": (120, "all"),
+        "fwe": (50, "all"),
+        "qa_1": (32, "part"),
+        "qa_2": (32, "part"),
+    }
+    for name, (tokens, metric) in expected.items():
+        read = task(name)
+        assert (read.name, read.tokens_to_generate, read.metric) == (name, tokens, metric)
+
+
+def test_all_eight_needle_tasks_have_a_configuration(task: Callable[[str], TaskSpec]) -> None:
     singles = [f"single_{i}" for i in (1, 2, 3)]
     multikeys = [f"multikey_{i}" for i in (1, 2, 3)]
     for name in (*singles, *multikeys, "multivalue", "multiquery"):
