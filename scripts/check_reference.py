@@ -2,11 +2,12 @@
 
     git clone https://github.com/NVIDIA/RULER
     pip install nltk tenacity llama-index-core
-    python scripts/check_reference.py RULER --tasks niah_single_1 niah_single_2 --lengths 4096
+    python scripts/check_reference.py RULER --tasks niah_single_1 vt --lengths 4096
+    python scripts/check_reference.py RULER --qa-data DIR
 
-Both run as whole processes, imports included, and read the same essays. The clone stays as it is:
-its scripts are copied to a temporary folder. Exit status: 0 all samples the same, 1 some differ,
-2 something is missing or wrong.
+Both run as whole processes, imports included, and read the same essays, questions and words. The
+clone stays as it is: its scripts are copied to a temporary folder. Exit status: 0 all samples the
+same, 1 some differ, 2 something is missing or wrong.
 """
 
 from __future__ import annotations
@@ -34,13 +35,20 @@ if importlib.util.find_spec("ruler_bench") is None:
     sys.path.insert(0, str(ROOT))
 
 from ruler_bench.errors import UsageError, unknown_name  # noqa: E402
+from ruler_bench.folders import sources_dir  # noqa: E402
+from ruler_bench.tasks import documents, long_words  # noqa: E402
 from ruler_bench.tasks.essays import essay_text  # noqa: E402
 from ruler_bench.tasks.template import TEMPLATES  # noqa: E402
 from ruler_bench.tokenizer import TIKTOKEN_ENCODINGS  # noqa: E402
 
 SAME, DIFFERENT, WRONG = 0, 1, 2
-TASKS = tuple(sorted(path.stem for path in (ROOT / "configs" / "task").glob("niah_*.yaml")))
-REFERENCE_MODULES = ("nltk", "numpy", "tenacity", "tqdm", "transformers", "wonderwords", "yaml")
+TASKS = tuple(sorted(path.stem for path in (ROOT / "configs" / "task").glob("*.yaml")))
+REFERENCE_MODULES = (
+    "nltk", "numpy", "scipy", "tenacity", "tqdm", "transformers", "wonderwords", "yaml",
+)  # fmt: skip
+
+
+QA_TASKS = {"qa_1": "squad", "qa_2": "hotpotqa"}
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=str(ROOT / "tests" / "data" / "tokenizers" / "smollm2"),
         help="folder, hub name or tiktoken encoding (default: the one of the tests)",
     )
+    parser.add_argument(
+        "--qa-data",
+        type=Path,
+        metavar="DIR",
+        help="with squad.json and hotpotqa.json (default: where fetch_data.py puts them)",
+    )
     parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many runs")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
     return parser.parse_args(arguments)
@@ -141,7 +155,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
     check_options(options)
     scratch = Scratch(
         folder=folder,
-        scripts=copy_reference(options.clone, folder),
+        scripts=copy_reference(options, folder),
         environment=reference_environment(folder),
     )
     rows = []
@@ -159,6 +173,9 @@ def check_options(options: argparse.Namespace) -> None:
     reference_templates = set(TEMPLATES) - {"chat"}  # the reference knows no tokenizer's own
     if options.template not in reference_templates:
         raise unknown_name("template", options.template, reference_templates)
+    for task, dataset in QA_TASKS.items():
+        if task in options.tasks:
+            documents.fingerprint(dataset, options.qa_data)
     for name in ("num_samples", "repeat"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1.")
@@ -167,22 +184,42 @@ def check_options(options: argparse.Namespace) -> None:
 # --- what the reference needs -------------------------------------------------------------------
 
 
-def copy_reference(clone: Path, folder: Path) -> Path:
-    """Copy the clone's scripts, put the essays beside them, and return the folder of prepare.py.
+def copy_reference(options: argparse.Namespace, folder: Path) -> Path:
+    """Copy the clone's scripts, put their data beside them, and return the folder of prepare.py.
 
     Raises:
         UsageError: the clone is none, or the essays are missing.
     """
+    clone = options.clone
     if not (clone / "scripts" / "data" / "prepare.py").is_file():
         raise UsageError(
             f"{clone} is no clone of RULER (no scripts/data/prepare.py):"
             " git clone https://github.com/NVIDIA/RULER"
         )
     shutil.copytree(clone / "scripts", folder / "scripts")
-    essays = folder / "scripts" / "data" / "synthetic" / "json" / "PaulGrahamEssays.json"
-    essays.parent.mkdir(parents=True, exist_ok=True)
-    essays.write_text(json.dumps({"text": essay_text()}), encoding="utf-8")
+    data = folder / "scripts" / "data" / "synthetic" / "json"
+    data.mkdir(parents=True, exist_ok=True)
+    essays = json.dumps({"text": essay_text()})
+    (data / "PaulGrahamEssays.json").write_text(essays, encoding="utf-8")
+    for task, dataset in QA_TASKS.items():
+        if task in options.tasks:
+            source = documents.source_path(dataset, options.qa_data)
+            shutil.copyfile(source, data / source.name)
+    copy_words(data / long_words.FILE)
     return folder / "scripts" / "data"
+
+
+def copy_words(target: Path) -> None:
+    """Put the second list of words where cwe reads it in any case.
+
+    Without Git LFS the clone has a pointer there, at which the reference fails at any length. An
+    empty list will do up to the length that needs it.
+    """
+    fetched = sources_dir() / long_words.FILE
+    if fetched.is_file():
+        shutil.copyfile(fetched, target)
+    elif not target.is_file() or target.stat().st_size != long_words.SIZE_BYTES:
+        target.write_text("{}")
 
 
 def reference_environment(folder: Path) -> dict[str, str]:
@@ -265,6 +302,8 @@ def compare_one(options: argparse.Namespace, task: str, length: int, scratch: Sc
         f"num_samples={options.num_samples}", f"seed={options.seed}",
         f"template={options.template}", f"tokenizer='{tokenizer}'", f"out='{out}'",
     ]  # fmt: skip
+    if task in QA_TASKS and options.qa_data is not None:
+        ours.append(f"qa_data='{options.qa_data.resolve()}'")
     environment = scratch.environment
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     written = results / task / "validation.jsonl"
