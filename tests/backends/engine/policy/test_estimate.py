@@ -22,7 +22,7 @@ from backends.engine.policy.estimate import Rule
 from backends.engine.policy.mass import keep_share
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FEW = settings(deadline=None, derandomize=True, max_examples=3 if INTERPRETED else 25)
+FEW = settings(deadline=None, derandomize=True, max_examples=2 if INTERPRETED else 25)
 SLOW = pytest.mark.skipif(INTERPRETED, reason="others cover it, and the interpreter is slow")
 MODEL = Model(1, 2, 1, 16)
 TOLERANCE = 1e-5  # of a row's mass: nearer to the threshold float32 may decide otherwise
@@ -125,7 +125,7 @@ def test_blocks_are_those_of_the_published_rule(estimator, draw, whole):
                 assert {0, block} <= got <= set(range(block + 1))
 
     check()
-    assert rows > (10 if INTERPRETED else 100)
+    assert rows > (1 if INTERPRETED else 100)
     assert near_rows <= rows / 100
 
 
@@ -165,7 +165,7 @@ def test_log_sum_exps_are_those_of_the_cells(tokens, stride, dtype, estimator, d
 @FEW
 @given(
     model=MODELS,
-    tokens=st.sampled_from([200, 256, 257, 511, 640, 650]),
+    tokens=st.sampled_from([200, 255, 256, 257, 383, 384, 385, 511, 640, 650]),
     chunk=st.sampled_from([128, 256, 384]),
     stride=st.sampled_from([8, 16]),
     share=SHARES,
