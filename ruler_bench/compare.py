@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.leak.arms import ENGINE_PER_SAMPLE, ONE_ENGINE
-from ruler_bench.leak.files import NAMELESS, Source, aligned, read_source
+from ruler_bench.leak.files import NAMELESS, Source, aligned, answers_file, read_source
 from ruler_bench.leak.join import (
     CORE,
     FRESH,
@@ -156,6 +156,7 @@ def compare(options: Options) -> Verdict:
         UsageError: a file is missing, empty or damaged, the runs are about different samples, or a
             role does not suit what the records tell.
     """
+    check_different(options.given)
     sources = aligned([read_source(path) for path, _ in options.given])
     manifests = [(str(one.path), one.manifest) for one in sources if one.manifest is not None]
     check_same_data(manifests)
@@ -176,6 +177,24 @@ def compare(options: Options) -> Verdict:
         max_unstable=options.max_unstable,
         notes=[*notes, *roles.notes],
     )
+
+
+def check_different(given: Sequence[tuple[Path, str | None]]) -> None:
+    """Refuse the same answers twice: what they agree on would say nothing.
+
+    Raises:
+        UsageError: names the file and both roles.
+    """
+    seen: dict[Path, str] = {}
+    for place, (path, role) in enumerate(given, start=1):
+        name = f"argument {place}" if role is None else f"--{_spelled(role)}"
+        answers = answers_file(path).resolve()
+        if answers in seen:
+            raise UsageError(
+                f"{path}: is given twice, as {seen[answers]} and as {name}; two roles need the "
+                "answers of two runs."
+            )
+        seen[answers] = name
 
 
 def _audit(manifests: Sequence[tuple[str, Mapping[str, Any]]]) -> set[int] | None:

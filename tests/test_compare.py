@@ -254,8 +254,9 @@ def test_predictions_of_other_samples_are_refused(cli, workdir):
 
 def test_a_role_that_the_records_contradict_is_refused(cli, workdir):
     run(workdir / "warm")
+    run(workdir / "other")
     run(workdir / "cold", "fresh")
-    found = compare(cli, "--fresh", "warm", "--persistent", "warm")
+    found = compare(cli, "--fresh", "warm", "--persistent", "other")
     assert found.status == 2
     assert "one engine answered several samples" in found.err
     found = compare(cli, "--persistent", "cold")
@@ -269,7 +270,6 @@ def test_a_role_that_the_records_contradict_is_refused(cli, workdir):
         (["--fersh", "a"], "usage"),
         (["none"], "there is no such file or folder"),
         (["a", "--max-unstable", "2"], "--max-unstable=2: must be a share"),
-        (["a", "a", "a", "a", "a"], "its role is taken already"),
         (["a", "--out", "a/t.jsonl"], "--out a/t.jsonl: cannot be written"),
     ],
 )
@@ -292,9 +292,58 @@ def test_a_truncated_file_is_read_as_far_as_it_goes(cli, workdir):
     assert "No answer of 19 changes" in found.out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "roles"),
+    [
+        (["a", "a"], "as argument 1 and as argument 2"),
+        (["a", "a/t.jsonl"], "as argument 1 and as argument 2"),
+        (["--fresh", "a", "--fresh-again", "b/../a/t.jsonl"], "as --fresh and as --fresh-again"),
+        (["a", "--reference", "linked"], "as argument 1 and as --reference"),
+    ],
+)
+def test_the_same_answers_in_two_roles_are_refused(cli, workdir, arguments, roles):
+    predictions(workdir / "a" / "t.jsonl")
+    predictions(workdir / "b" / "t.jsonl")
+    (workdir / "linked").symlink_to(workdir / "a")
+    found = compare(cli, *arguments)
+    assert (found.status, found.out) == (2, "")
+    assert f"is given twice, {roles}" in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_more_files_than_roles_are_refused(cli, workdir):
+    files = [predictions(workdir / name / "t.jsonl") for name in "abcde"]
+    assert "its role is taken already" in compare(cli, *files).err
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"PK\x03\x04rest", "a zip archive"),
+        (b"\x1f\x8b\x08", "gzip data"),
+        (b"\x7fELF\x00\x00", "binary data"),
+        (b'[{"pred": 1}]', "one JSON list"),
+        (b"<?xml version='1.0'?>", "XML or HTML"),
+        (b"index,pred\n1,2\n", "a table (CSV)"),
+        (b"# A report\n\nwords", "plain text"),
+        (b'{\n  "schema_version": 1\n}\n', "a verdict over several lines"),
+        (b'{\n  "format_version": 1\n}\n', "a manifest over several lines"),
+        (b'{\n  "other": 1\n}\n', "one JSON object over several lines"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_what_it_is(cli, workdir, content, kind):
+    (workdir / "t.jsonl").write_bytes(content)
+    found = compare(cli, "t.jsonl")
+    assert (found.status, found.out) == (2, "")
+    assert f"is no file of answers but looks like {kind}" in found.err
+    assert "name a run folder, records.jsonl, a prediction file" in found.err
+    assert "damaged" not in found.err
+    assert found.err.count("\n") == 1
+
+
 def test_an_empty_file_is_refused(cli, workdir):
     path = workdir / "t.jsonl"
     path.write_text("")
-    found = compare(cli, str(path), str(path))
+    found = compare(cli, str(path))
     assert found.status == 2
     assert "holds no answers" in found.err

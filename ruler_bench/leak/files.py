@@ -67,15 +67,10 @@ def read_source(path: Path) -> Source:
     Raises:
         UsageError: there is nothing, it is damaged, empty or of an unknown format.
     """
-    if path.is_dir():
-        if (path / RECORDS).exists():
-            return _recorded(path / RECORDS)
-        path = _only_file(path)
-    if not path.is_file():
-        raise UsageError(
-            f"{path}: there is no such file or folder; name a run folder, records.jsonl, a "
-            "prediction file TASK.jsonl or lm-eval's samples_TASK_DATE.jsonl."
-        )
+    path = answers_file(path)
+    if path.name == RECORDS and path.parent.joinpath(MANIFEST).exists():
+        return _recorded(path)
+    _check_kind(path)
     rows, notes = _rows(path)
     keys = set(rows[0])
     if {"arm", "step", "ordinal"} <= keys:
@@ -88,6 +83,73 @@ def read_source(path: Path) -> Source:
         f"{path}: its lines are neither records (arm, step, ...), predictions (pred, outputs, ...) "
         f"nor lm-eval's samples (doc_id, resps, ...); the first has {', '.join(sorted(keys)[:6])}."
     )
+
+
+def answers_file(path: Path) -> Path:
+    """Return the file of answers that a path names: itself, or the one in a folder.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    if path.is_dir():
+        return path / RECORDS if (path / RECORDS).exists() else _only_file(path)
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such file or folder; name {WANTED}.")
+    return path
+
+
+WANTED = (
+    "a run folder, records.jsonl, a prediction file TASK.jsonl or lm-eval's samples_TASK_DATE.jsonl"
+)
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse a file that is something else than lines of JSON objects.
+
+    Raises:
+        UsageError: says what it looks like.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}).") from error
+    kind = _other_kind(start)
+    if kind is not None:
+        raise UsageError(f"{path}: is no file of answers but looks like {kind}; name {WANTED}.")
+
+
+_MAGIC = {
+    b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b": "gzip data (unpack it first)",
+    b"PAR1": "a Parquet file",
+    b"SQLite format 3": "an SQLite database",
+    b"%PDF": "a PDF",
+}
+
+
+def _other_kind(start: bytes) -> str | None:
+    """Return what else a file is by its first bytes; None where they may begin a line of JSON."""
+    magic = next((kind for mark, kind in _MAGIC.items() if start.startswith(mark)), None)
+    if magic is not None:
+        return magic
+    if b"\0" in start:
+        return "binary data"
+    text = start.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    if not text or text.startswith("{"):
+        return _one_object(text)
+    if text.startswith(("[", "<")):
+        return "one JSON list (a line each is wanted)" if text.startswith("[") else "XML or HTML"
+    return "a table (CSV)" if {",", "\t"} & {*text.splitlines()[0]} else "plain text"
+
+
+def _one_object(text: str) -> str | None:
+    """Return what a JSON object over several lines is, or None where its first line is whole."""
+    if text.splitlines()[:1] != ["{"]:
+        return None
+    names = {'"schema_version"': "a verdict", '"format_version"': "a manifest"}
+    kind = next((kind for key, kind in names.items() if key in text), "one JSON object")
+    return f"{kind} over several lines"
 
 
 def _only_file(folder: Path) -> Path:

@@ -167,7 +167,7 @@ def test_a_last_line_that_is_cut_off_is_left_out_and_it_is_said(made, tmp_path):
         ("\n\n", "holds no answers"),
         ('{"pred": "1"\n{"pred": "2"}\n', "line 1 is damaged"),
         ('{"pred": "1", "out', "line 1 is damaged"),
-        ("[1]\n", "line 1 is damaged"),
+        ("[1]\n", "one JSON list"),
         ('{"question": 1}\n', "neither records"),
         ('{"pred": 4}\n', "pred is no text"),
         ('{"doc_id": "a"}\n', "doc_id is no number"),
