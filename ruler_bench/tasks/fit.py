@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from ruler_bench.tasks.counting import PartCounter
 from ruler_bench.tasks.draw import Draw, Drawer, FailedDrawError
 
-MAX_REDRAWS = 100
-"""Draws of one sample at the smallest size after which it counts as not fitting. Keys and
-values differ in tokens, so a draw may still fit where others do not; the reference draws for ever.
+REDRAWS, MAX_REDRAWS = 100, 1000
+"""Draws of one sample at the smallest size after which it counts as not fitting: the first where
+none comes near, the second in any case. Keys, values and words differ in tokens, so a draw may
+still fit where others do not; the reference draws for ever.
 """
 
 
@@ -88,7 +89,7 @@ class Fitting:
         """
         totals: list[int] = []
         redraws, total = 0, self._length + 1
-        while redraws < MAX_REDRAWS and size >= self._drawer.least_size:
+        while size >= self._drawer.least_size and not self._is_hopeless(redraws, totals):
             try:
                 draw = self._drawer.draw(size, ordinal)
             except FailedDrawError:
@@ -104,6 +105,14 @@ class Fitting:
             else:
                 redraws += 1
         raise DoesNotFitError(totals or [total])
+
+    def _is_hopeless(self, redraws: int, totals: Sequence[int]) -> bool:
+        """Tell whether to stop: at the end, or where the draws differ by less than they exceed."""
+        if redraws % REDRAWS or not redraws:
+            return False
+        if redraws >= MAX_REDRAWS or not totals:
+            return True
+        return min(totals) - self._length > (max(totals) - min(totals)) / 6
 
     def _total(self, draw: Draw) -> int:
         return self._counter.count(draw.parts) + draw.missing_tokens + self._tokens_to_generate

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from ruler_bench.errors import UsageError
-from ruler_bench.tasks import DataSpec, TaskSpec, fit, generate
-from ruler_bench.tokenizer import FolderTokenizer
+from ruler_bench.tasks import DataSpec, TaskSpec, generate
+from ruler_bench.tokenizer import FolderTokenizer, load_tokenizer
 
 MakeSpec = Callable[..., DataSpec]
+
+PROBE = Path(__file__).parent.parent.parent / "ruler_bench" / "assets" / "probe"
 
 
 def least_length(error: BaseException) -> int:
@@ -21,17 +23,17 @@ def least_length(error: BaseException) -> int:
 @pytest.mark.parametrize(
     "case",
     [
-        ("niah_single_1", 1, 20),
+        ("niah_single_1", 1, 10),
         ("niah_single_1", 130, 3),
-        ("niah_single_2", 256, 5),
-        ("niah_multikey_2", 200, 20),
-        ("niah_multikey_3", 256, 10),
-        ("niah_multiquery", 700, 5),
-        ("vt", 300, 5),
-        ("cwe", 400, 5),
-        ("fwe", 60, 5),
-        ("qa_1", 200, 8),
-        ("qa_2", 400, 8),
+        ("niah_single_2", 256, 2),
+        ("niah_multikey_2", 200, 2),
+        ("niah_multikey_3", 256, 2),
+        ("niah_multiquery", 700, 2),
+        ("vt", 300, 3),
+        ("cwe", 700, 1),
+        ("fwe", 60, 3),
+        ("qa_1", 200, 3),
+        ("qa_2", 400, 3),
     ],
 )
 def test_the_least_length_named_works_and_one_less_does_not(
@@ -67,7 +69,13 @@ def test_a_tight_length_is_drawn_again_until_it_fits(
         generate(spec("niah_multikey_3", 300, tokenizer=smollm2), 3)
     tight = spec("niah_multikey_3", least_length(caught.value), tokenizer=smollm2)
     assert len(generate(tight, 3)) == 3
-    assert fit.MAX_REDRAWS >= 100
+
+
+def test_hundreds_of_draws_that_miss_by_a_little(spec: MakeSpec) -> None:
+    """The reference needs up to 924 draws for one of these."""
+    probe = load_tokenizer(str(PROBE))
+    samples = generate(spec("cwe", 922, tokenizer=probe), 5)
+    assert [sample.length for sample in samples] == [906, 917, 915, 921, 909]
 
 
 def test_a_haystack_without_places_for_its_needles_ends(
