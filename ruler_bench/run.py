@@ -253,16 +253,18 @@ def diagnosis_of(bench: Bench, run: Run) -> list[Row] | None:
 
 
 def verdict_of(bench: Bench, run: Run) -> Verdict | None:
-    """Return the verdict over the arms of a run; None where there is one arm, or no answer."""
+    """Return the verdict over the arms of a run; None where there is no answer, or one arm in which
+    no canary proves a leak.
+    """
     arms = {one.arm for one in run.records}
-    if len(arms) < 2 or all(one.error is not None for one in run.records):
+    if all(one.error is not None for one in run.records):
         return None
     from ruler_bench.leak.verdict import judge  # noqa: PLC0415 (scipy takes long)
 
     prompts = [one.question.sample for one in bench.asked()]
     fresh = run.manifest.get("fresh") or {}
     try:
-        return judge(
+        found = judge(
             run.records,
             arm_facts(run.manifest, run.records),
             title=bench.cell.task.name,
@@ -272,8 +274,10 @@ def verdict_of(bench: Bench, run: Run) -> Verdict | None:
             notes=[bench.cell.note] if bench.cell.note else [],
         )
     except UsageError as error:  # the arms have no sample in common yet
-        print(f"no verdict: {one_line(error)}", file=sys.stderr)
+        if len(arms) > 1:
+            print(f"no verdict: {one_line(error)}", file=sys.stderr)
         return None
+    return found if len(arms) > 1 or found.status else None
 
 
 def data_spec(cell: Cell, counter: Tokenizer) -> DataSpec:

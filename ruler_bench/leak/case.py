@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ruler_bench.leak.arms import ONE_ENGINE, is_batched
+from ruler_bench.leak.arms import ENGINE_PER_SAMPLE_IN_PROCESS, ONE_ENGINE, is_batched
 from ruler_bench.leak.canary import Canaries, Canary, scan
 from ruler_bench.leak.differences import (
     ANSWERS,
@@ -114,6 +114,12 @@ class Case:
     def facts(self, name: str) -> ArmFacts:
         """Return an arm's facts."""
         return self.joined.facts[name]
+
+    @property
+    def shares_process(self) -> bool:
+        """Whether the fresh engines were built in one process, so that they are less than fresh."""
+        names = [one for one in (self.fresh, self.control) if one is not None]
+        return any(self.facts(one).arm.lifetime == ENGINE_PER_SAMPLE_IN_PROCESS for one in names)
 
     def _is_warm(self, name: str) -> bool:
         facts = self.facts(name)

@@ -54,8 +54,9 @@ def sentence(
     rest = f" Besides: {'; '.join(others)}." if others else ""
     bound = ""
     if excluded is not None and overall not in (LEAK, RACE):
+        what = "Leaks that end with their engine," if case.shares_process else "Leaks"
         bound = (
-            f" Leaks in more than {excluded:.1%} of answers are excluded at {CONFIDENCE:.0%} "
+            f" {what} in more than {excluded:.1%} of answers are excluded at {CONFIDENCE:.0%} "
             f"({audited} audited)."
         )
     return f"{overall.upper().replace('_', ' ')}. {first}{rest}{bound}"
@@ -170,4 +171,11 @@ def _ok(case: Case, of: int) -> str:
     names = ", ".join(sorted(case.joined.answers))
     if case.fresh is None:
         return f"{of} answers show no fault in {names}; without {FRESH} a leak is not excluded."
+    if case.shares_process:
+        return (
+            f"No answer of {of} changes when the engine has served others of its own ({names}). "
+            "Its fresh engines were built in the same process (fresh=inprocess), so that a leak "
+            "through what outlives an engine there, such as caches and module state, is not "
+            "excluded; fresh=process would tell."
+        )
     return f"No answer of {of} changes when the engine has served others ({names})."

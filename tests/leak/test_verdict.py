@@ -466,7 +466,17 @@ def test_onset_trend_and_order_are_told(made):
 def test_fresh_engines_in_one_process_are_labelled(made):
     arm = replace(made.arm("fresh"), lifetime="engine_per_sample_in_process")
     arms = {**made.arms(*ALL), "fresh": arm}
-    assert any("less than fresh" in note for note in judge(_records(made, ALL), arms).notes)
+    verdict = judge(_records(made, ALL), arms)
+    assert any("less than fresh" in note for note in verdict.notes)
+    assert (verdict.verdict, verdict.status) == ("ok", 0)
+    for said in (
+        "others of its own",
+        "what outlives an engine there",
+        "is not excluded; fresh=process would tell",
+        "Leaks that end with their engine, in more than 13.9%",
+    ):
+        assert said in verdict.sentence
+    assert "outlives" not in judge(_records(made, ALL), made.arms(*ALL)).sentence
 
 
 def test_an_order_that_is_not_known_gives_no_position_and_no_canary(made):
