@@ -34,7 +34,7 @@ assert len(essays["text"]) == 643830
 {before}
 task = make_task(yaml.safe_load(Path({root!r}, "configs", "task", a.task + ".yaml").read_text()))
 spec = DataSpec(task, a.max_seq_length, a.random_seed, a.model_template_type,
-                load_tokenizer(a.tokenizer_path))
+                load_tokenizer(a.tokenizer_path), Path(__file__).parent / "synthetic" / "json")
 out = Path(a.save_dir) / a.task / "validation.jsonl"
 out.parent.mkdir(parents=True, exist_ok=True)
 with out.open("w") as lines:
@@ -166,6 +166,32 @@ def test_wrong_options(
 def test_no_clone(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(arguments(tmp_path)) == 2
     assert "git clone https://github.com/NVIDIA/RULER" in capsys.readouterr().err
+
+
+QA = ROOT / "tests" / "data" / "qa"
+
+
+def test_the_reference_gets_questions_and_a_list_of_words(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without Git LFS the clone's list is a pointer, which is no JSON."""
+    reads = 'json.loads((Path(__file__).parent / "synthetic/json/english_words.json").read_text())'
+    clone = make_clone(tmp_path, before=f"assert {reads} == {{}}")
+    words = clone / "scripts" / "data" / "synthetic" / "json" / "english_words.json"
+    words.parent.mkdir(parents=True)
+    words.write_text("version https://git-lfs.github.com/spec/v1")
+    chosen = ["--tasks", "qa_1", "--lengths", "1024", "--num-samples", "2", "--qa-data", str(QA)]
+    assert script.main([str(clone), *chosen, "--tokenizer", str(SMOLLM2)]) == 0
+    assert "| qa_1 | 1024   | 2       | yes" in capsys.readouterr().out
+    assert words.read_text().startswith("version")
+
+
+def test_missing_questions_name_the_command(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--tasks", "qa_2", "--qa-data", str(tmp_path)]
+    assert script.main([str(make_clone(tmp_path)), *chosen]) == 2
+    assert "python scripts/fetch_data.py hotpotqa" in capsys.readouterr().err
 
 
 def test_missing_modules_are_named(
