@@ -39,7 +39,7 @@ def forbid_generating(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "generate", refuse)
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "niah_multiquery"])
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multiquery", "vt"])
 def test_second_run_tokenises_nothing(
     spec: MakeSpec, folder: Path, make_word_tokenizer: Callable[[], Any], task: str
 ) -> None:
