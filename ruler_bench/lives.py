@@ -106,6 +106,8 @@ class Life(Protocol):
     """Whether it has a method `cancel(request_id)`."""
     concurrency: int
     """How many requests it may be asked at a time."""
+    earlier_requests: int | None
+    """How many it was asked in runs before this one, where it is kept; None for one run's own."""
 
     def ask(self, request: Request, cancel_after_seconds: float | None = None) -> Reply:
         """Ask one request, and cancel it after a while where that is asked for.
@@ -142,6 +144,8 @@ class Life(Protocol):
 
 class LocalLife:
     """An engine in this process."""
+
+    earlier_requests: int | None = None
 
     def __init__(self, settings: Mapping[str, Any], harness: Mapping[str, Any]) -> None:
         """Build the engine.
@@ -258,6 +262,8 @@ class _Ready:
 
 class ProcessLife:
     """An engine in a process of its own."""
+
+    earlier_requests: int | None = None
 
     def __init__(
         self,

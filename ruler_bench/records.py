@@ -27,7 +27,7 @@ class Record:
         task: name of the task.
         length: tokens of prompt and generation together, as asked for.
         life: how many engines this arm has started, this one included.
-        position: requests this engine had served before.
+        position: requests this engine had served before, of this run.
         predecessor: ordinal of the request before, None for the first of a life.
         expected: the reference answers.
         depth: place of the first needle asked for, 0 to 1.
@@ -53,6 +53,8 @@ class Record:
             too; of a traced request.
         reused_tokens: prompt tokens whose keys and values an earlier request had left.
         retries: how often the request was sent to a server again.
+        earlier_requests: what this engine had served of other tasks before, where one engine
+            answers a suite.
     """
 
     arm: str
@@ -89,6 +91,7 @@ class Record:
     copy_hidden_share: float | None = None
     reused_tokens: int | None = None
     retries: int | None = None
+    earlier_requests: int | None = None
 
 
 def to_line(record: Record) -> str:

@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from ruler_bench.errors import UsageError, one_line
 from ruler_bench.folders import cache_dir, folder_of
 from ruler_bench.host import cannot_cancel, check_arm, checked_factory, described, settings_of_arm
 from ruler_bench.journal import Journal, by_arm, prompt_hash
+from ruler_bench.kept import BuildLife
 from ruler_bench.leak.arms import (
     CANCEL,
     ENGINE_PER_SAMPLE,
@@ -77,9 +78,6 @@ class Outcome:
     diagnosis: list[Row] | None = None
 
 
-BuildLife = Callable[[Mapping[str, Any], Mapping[str, Any]], Life]
-
-
 @dataclass(frozen=True)
 class Bench:
     """All that the requests of one cell share."""
@@ -92,7 +90,7 @@ class Bench:
     stop_token_ids: tuple[int, ...]
     journal: Journal
     references: list[NamedBackend] = field(default_factory=list)
-    build_here: BuildLife = LocalLife
+    keep: BuildLife | None = None
     shown: set[str] = field(default_factory=set)
 
     def asked(self) -> list[Asked]:
@@ -146,21 +144,21 @@ def least_context_tokens(cell: Cell, model: Path, tokenizer: Tokenizer) -> int:
     return context if positions is None else min(context, positions)
 
 
-def run_cell(cell: Cell, overwrite: bool = False, build_here: BuildLife = LocalLife) -> Outcome:
+def run_cell(cell: Cell, overwrite: bool = False, keep: BuildLife | None = None) -> Outcome:
     """Run a cell's samples, or those still missing, and write its reports.
 
     Args:
         cell: what to run.
         overwrite: start its folder anew.
-        build_here: with fresh=inprocess, builds each engine from its settings and the harness's
-            arguments; for callers that keep one from cell to cell.
+        keep: lends the engine of an arm that has one for all samples, for callers that keep it
+            from cell to cell; None builds one for the cell.
 
     Raises:
         UsageError, ConfigurationError: a setting is wrong; nothing was run.
     """
     model = check_cell(cell)
     with manifest.locked_folder(cell.folder) as folder:
-        bench = prepared(cell, model, overwrite, build_here)
+        bench = prepared(cell, model, overwrite, keep)
         journal = bench.journal
         status, ran = run_streams(bench)
         run = journal.close(ran, cell.ordinals)
@@ -180,7 +178,7 @@ def prepared(
     cell: Cell,
     model: Path,
     overwrite: bool = False,
-    build_here: BuildLife = LocalLife,
+    keep: BuildLife | None = None,
     only_look: bool = False,
 ) -> Bench:
     """Make the samples, read what is recorded, and check all that shows without an engine.
@@ -189,7 +187,7 @@ def prepared(
         cell: what to run, checked by `check_cell`.
         model: its folder.
         overwrite: see `run_cell`.
-        build_here: likewise.
+        keep: likewise.
         only_look: the folder is left as it is.
 
     Raises:
@@ -206,7 +204,7 @@ def prepared(
         stop_token_ids=model_files.stop_token_ids(model),
         journal=Journal(cell, data, model, overwrite, only_look),
         references=list(cell.references),
-        build_here=build_here,
+        keep=keep,
     )
     bench.questions.load(step for one in bench.streams for step in one.steps)
     check_tokens(bench)
@@ -588,9 +586,10 @@ def records_of(
 ) -> Generator[Record, None, None]:
     """Ask the pending requests; the next of an engine only when the record was taken."""
     arm = arm_of(bench, stream)
-    number = 0
+    number, earlier = 0, None
     for event in events(bench, stream, pending):
         if isinstance(event, Started):
+            earlier = None if event.life is None else event.life.earlier_requests
             settings = None if event.life is None else event.life.settings
             is_first = number == 0
             number = bench.journal.begin_life(arm_of(bench, stream), settings, event.seconds)
@@ -603,6 +602,7 @@ def records_of(
                 "life": number,
                 "position": event.position,
                 "predecessor": event.predecessor,
+                "earlier_requests": earlier,
             }
             yield record_of(bench, event.step, event.reply, place)
 
@@ -745,7 +745,7 @@ def start_life(bench: Bench, stream: Stream) -> Life:
     settings = settings_of_arm(stream.arm, bench.cell.backend_settings)
     if records_steps(stream.arm):
         settings |= {"checkpoint": str(recordings(bench) / stream.arm)}
-    life = start_one(bench, settings)
+    life = start_one(bench, settings, None if stream.kind.is_fresh else bench.keep)
     cancels = next((one for one in bench.cell.arms if CANCEL in kind_of(one).actions), None)
     if cancels is not None and not life.can_cancel:
         life.close()
@@ -763,7 +763,7 @@ def start_reference(bench: Bench, arm: str) -> Life:
     while True:
         chosen = bench.references[0]
         try:
-            return start_one(bench, chosen.settings)
+            return start_one(bench, chosen.settings, bench.keep)
         except (ConfigurationError, StartFailed) as error:
             if len(bench.references) == 1:
                 raise
@@ -775,20 +775,25 @@ def start_reference(bench: Bench, arm: str) -> Life:
             del bench.references[0]
 
 
-def start_one(bench: Bench, settings: Mapping[str, Any]) -> Life:
+def start_one(bench: Bench, settings: Mapping[str, Any], keep: BuildLife | None) -> Life:
+    """Build one engine, or borrow the one that is kept."""
+    build = functools.partial(new_life, bench.cell) if keep is None else keep
+    try:
+        return build(settings, bench.harness_arguments())
+    except ConfigurationError as error:
+        raise with_advice_that_works(bench, error) from error
+
+
+def new_life(cell: Cell, settings: Mapping[str, Any], harness: Mapping[str, Any]) -> Life:
     """Build one engine, in a process of its own unless fresh=inprocess was asked for.
 
     What an engine leaves in its process must not reach the next one, and one that dies or hangs
     must not take the run with it.
     """
-    cell, harness = bench.cell, bench.harness_arguments()
     start = cell.fresh.start
-    try:
-        if start is None:
-            return bench.build_here(settings, harness)
-        return ProcessLife(settings, harness, start, cell.timeout_seconds)
-    except ConfigurationError as error:
-        raise with_advice_that_works(bench, error) from error
+    if start is None:
+        return LocalLife(settings, harness)
+    return ProcessLife(settings, harness, start, cell.timeout_seconds)
 
 
 def cannot_start(bench: Bench, stream: Stream, failure: Failure) -> UsageError:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ruler_bench.config import Cell
 from ruler_bench.journal import read_run
+from ruler_bench.kept import Kept
+from ruler_bench.lives import LocalLife
 from ruler_bench.model_files import model_folder
 from ruler_bench.report import Run
 from ruler_bench.run import INTERRUPTED, least_context_tokens, load_tokenizers, run_cell
-from scripts.accuracy.engines import Kept
 from scripts.accuracy.policies import FULL, PolicySpec
 from scripts.detector.runner import cell_of
 
@@ -86,10 +87,10 @@ def run_policy(plan: Plan, policy: PolicySpec) -> None:
         ConfigurationError: a setting is wrong.
         KeyboardInterrupt: a run was interrupted; the same call goes on.
     """
-    engines = Kept()
+    engines = Kept(LocalLife)
     try:
         for length, task in plan.places():
-            if run_cell(plan.cell(policy, length, task), build_here=engines).status == INTERRUPTED:
+            if run_cell(plan.cell(policy, length, task), keep=engines).status == INTERRUPTED:
                 raise KeyboardInterrupt
     finally:
         engines.close()

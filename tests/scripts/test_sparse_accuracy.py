@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import Generation, Request
 from ruler_bench.records import read_records, to_line
 from scripts import sparse_accuracy
-from scripts.accuracy import engines
-from scripts.accuracy.engines import Kept
+from scripts.accuracy import cells
 from scripts.accuracy.policies import DEFAULT, parse_policies, parse_policy
 
 POLICIES = ["full", "xattention:stride=8,threshold=0.8", "a_shape:recent_tokens=128"]
@@ -29,13 +27,13 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("accuracy") / "out"
     built = []
     with pytest.MonkeyPatch.context() as patch:
-        life = engines.LocalLife
+        life = cells.LocalLife
 
         def counted(settings, harness):
             built.append((dict(settings), dict(harness)))
             return life(settings, harness)
 
-        patch.setattr(engines, "LocalLife", counted)
+        patch.setattr(cells, "LocalLife", counted)
         status = measure(folder)
     return status, folder, built
 
@@ -101,7 +99,7 @@ def test_the_same_command_asks_nothing_again(finished, monkeypatch, capsys):
     def never(*arguments):
         raise AssertionError("an engine was built")
 
-    monkeypatch.setattr(engines, "LocalLife", never)
+    monkeypatch.setattr(cells, "LocalLife", never)
     before = [path.read_bytes() for path in sorted(folder.rglob("records.jsonl"))]
     assert measure(folder) == sparse_accuracy.DONE
     assert [path.read_bytes() for path in sorted(folder.rglob("records.jsonl"))] == before
@@ -209,38 +207,6 @@ def test_every_policy_has_a_folder_of_its_own():
     specs = parse_policies(DEFAULT)
     assert [one.title for one in specs] == list(DEFAULT)
     assert len({one.folder for one in specs}) == len(DEFAULT) == 7
-
-
-def test_a_kept_engine_never_sees_a_number_twice(monkeypatch):
-    seen = []
-
-    class Engine:
-        def __init__(self, settings, harness):
-            self.settings, self.can_cancel, self.concurrency = {}, False, 1
-            self.closed = False
-
-        def ask(self, request, cancel_after_seconds=None):
-            seen.append(request.request_id)
-            return Generation(token_ids=(1,))
-
-        def close(self):
-            self.closed = True
-
-    monkeypatch.setattr(engines, "LocalLife", Engine)
-    harness = {"model_path": "m", "device": "cpu", "threads": 1, "max_model_len": 8, "dtype": "x"}
-    kept = Kept()
-    first = kept({"policy": 1}, harness | {"run_folder": "a"})
-    again = kept({"policy": 1}, harness | {"run_folder": "b"})
-    assert first is again
-    for life in (first, again):
-        life.ask(Request(0, "", (1,), 1))
-        assert life.close() is None
-    assert seen == [0, 1]
-    other = kept({"policy": 2}, harness | {"run_folder": "c"})
-    assert other is not first
-    assert first._life.closed
-    kept.close()
-    assert other._life.closed
 
 
 def test_paths_of_this_machine_are_nowhere(finished):
