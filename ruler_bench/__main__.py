@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
     from ruler_bench.config import Cell
     from ruler_bench.leak.diagnose import Row
-    from ruler_bench.leak.verdict import Verdict
+    from ruler_bench.report import Run
     from ruler_bench.run import Outcome
 
 from backends.base import ConfigurationError
@@ -36,7 +35,8 @@ from ruler_bench.cli import (
 from ruler_bench.config import cells
 from ruler_bench.manifest import now
 
-STATUS_ORDER = (USAGE_ERROR, INTERRUPTED, 3, 4, 5, 6, 1)
+SAMPLE_ERRORS = 1
+STATUS_ORDER = (USAGE_ERROR, INTERRUPTED, 3, 4, 5, 6, SAMPLE_ERRORS)
 SWEEPS = Path("results") / ".sweeps"
 
 
@@ -62,60 +62,87 @@ def worst(statuses: list[int]) -> int:
 
 def job(config: DictConfig) -> JobResult:
     """Run the cells of one composed configuration and print their table."""
-    from ruler_bench.dry_run import describe_cell  # noqa: PLC0415 (--help waits for none of this)
-    from ruler_bench.report import failures_summary, terminal_table  # noqa: PLC0415
-    from ruler_bench.run import run_cell  # noqa: PLC0415
+    from ruler_bench.run_suite import run_cells  # noqa: PLC0415 (--help does not wait for it)
 
     choices, overrides, swept = choices_and_overrides()
     planned = cells(config, choices, overrides, swept)
+    if config.dry_run:
+        return describe(planned, config.overwrite)
     result, runs = JobResult(0), []
-    for cell in planned:
-        try:
-            if config.dry_run:
-                print(describe_cell(cell, config.overwrite))
-                continue
-            outcome = run_cell(cell, config.overwrite)
-        except ConfigurationError as error:
-            # The other lengths of a list can still run.
-            result.errors += refused(error).errors
-            result.status = USAGE_ERROR
+    is_judged = False
+    for cell, outcome in run_cells(planned, config.overwrite):
+        if isinstance(outcome, ConfigurationError):
+            result.errors += refused(outcome).errors
+            result.status = worst([result.status, USAGE_ERROR])
             continue
         runs += outcome.runs
-        if outcome.diagnosis is not None and swept is None:
-            print_diagnosis(outcome.diagnosis)
-        if outcome.verdict is not None:
-            print_verdict(outcome.verdict, in_full=swept is None)
-        elif cell.note:
-            print(cell.note)
-        if cell.minimise and outcome.verdict is not None and outcome.status != INTERRUPTED:
-            outcome = replace(outcome, status=reproduce(cell, outcome))
+        is_judged |= outcome.verdict is not None
+        print_findings(cell, outcome, is_sweep=swept is not None)
+        status = reproduce(cell, outcome) if cell.minimise else outcome.status
         result.cells.append(CellRef(str(cell.folder), cell.ordinals))
-        result.status = worst([result.status, outcome.status])
-        if outcome.status == INTERRUPTED:
+        result.status = worst([result.status, status])
+        if status == INTERRUPTED:
             break
-    if runs and swept is None:  # a sweep joins the tables of its jobs
-        print(terminal_table(runs))
-        for line in failures_summary(runs):
-            print(line)
-    for one in result.cells:
-        print(f"Records and report: {one.folder}")
-    if result.status == INTERRUPTED:
-        print(GOES_ON, file=sys.stderr)
+    if config.note and runs and not is_judged:  # a verdict has it
+        print(config.note)
+    finish(planned[0], result, runs, is_sweep=swept is not None)
     return result
 
 
-def print_verdict(verdict: Verdict, in_full: bool) -> None:
-    """Print a verdict, of a job in a sweep its sentence alone; report.md has the rest."""
+def finish(cell: Cell, result: JobResult, runs: Sequence[Run], is_sweep: bool) -> None:
+    """Print the table of a job and where its records are; write the report of a suite."""
+    from ruler_bench.report import failures_summary, terminal_table  # noqa: PLC0415
+    from ruler_bench.run_suite import write_suite_report  # noqa: PLC0415
+
+    if runs and not is_sweep:  # a sweep joins the tables of its jobs
+        print(terminal_table(runs))
+        for line in failures_summary(runs):
+            print(line)
+    folders = [one.folder for one in result.cells]
+    if cell.suite is not None and runs:
+        if not write_suite_report(cell.suite, runs):
+            result.status = worst([result.status, SAMPLE_ERRORS])
+        folders = [str(cell.suite.folder)]
+    for folder in folders:
+        print(f"Records and report: {folder}")
+    if result.status == INTERRUPTED:
+        print(GOES_ON, file=sys.stderr)
+
+
+def describe(planned: Sequence[Cell], overwrite: bool) -> JobResult:
+    """Say what would run, for dry_run=true; one that would be refused hides no other."""
+    from ruler_bench.dry_run import describe_cell  # noqa: PLC0415
+
+    result = JobResult(0)
+    for cell in planned:
+        try:
+            print(describe_cell(cell, overwrite))
+        except ConfigurationError as error:
+            result.errors += refused(error).errors
+            result.status = USAGE_ERROR
+    return result
+
+
+def print_findings(cell: Cell, outcome: Outcome, is_sweep: bool) -> None:
+    """Print diagnosis and verdict; of many the sentence alone, since report.md has the rest."""
     from ruler_bench.leak.report import terminal_verdict  # noqa: PLC0415 (scipy takes long)
 
-    print(terminal_verdict(verdict) + "\n" if in_full else verdict.sentence)
+    if outcome.diagnosis is not None and not is_sweep:
+        print_diagnosis(outcome.diagnosis)
+    if outcome.verdict is None:
+        return
+    if cell.suite is not None:
+        print(f"{cell.length} {outcome.verdict.sentence}")
+    else:
+        print(outcome.verdict.sentence if is_sweep else terminal_verdict(outcome.verdict) + "\n")
 
 
 def reproduce(cell: Cell, outcome: Outcome) -> int:
     """With minimise=true, look for the smallest reproducer; return the status of the whole."""
     from ruler_bench.minimise import after_run  # noqa: PLC0415 (it builds engines)
 
-    assert outcome.verdict is not None
+    if outcome.verdict is None or outcome.status == INTERRUPTED:
+        return outcome.status
     try:
         after_run(cell, outcome.verdict.verdict)
     except KeyboardInterrupt:

@@ -257,7 +257,7 @@ def _check_values(arguments: list[str]) -> None:
 
 
 REFERENCE_GROUP = "backend@reference"
-GROUPS = ("task", "backend", "model", "experiment", "fresh")
+GROUPS = ("task", "suite", "backend", "model", "experiment", "fresh")
 _CHOICES = re.compile(r"[A-Za-z_][\w-]*(,[A-Za-z_][\w-]*)*")
 
 

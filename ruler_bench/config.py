@@ -24,11 +24,12 @@ from ruler_bench.errors import UsageError, unknown_name
 from ruler_bench.leak.arms import REFERENCES, SPELLINGS, kind_of, variant_of
 from ruler_bench.leak.diagnose import arms_of_diagnosis
 from ruler_bench.streams import SAMPLE, streams
+from ruler_bench.suites import Suite, check_engine_per, suite_tasks
 from ruler_bench.tasks import TaskSpec, make_task
 
 MAX_SEED = 2**32 - 1
 PACKAGED_PREFIX = "package:"
-GROUPS_IN_FOLDER_NAME = ("task", "backend", "model", "length")
+GROUPS_IN_FOLDER_NAME = ("task", "suite", "backend", "model", "length")
 KEYS_WITHOUT_RESULTS = frozenset(
     {
         "num_samples",
@@ -83,6 +84,8 @@ class RunConfig(DataConfig):
 
     backend: Any = MISSING
     experiment: Any = None
+    suite: Any = None
+    engine_per: str = "task"
     indices: Any = None
     device: str = "auto"
     threads: int | None = None
@@ -188,6 +191,7 @@ class Cell:
         model: what tables call it.
         model_path: folder or hub name, as the user gave it (`package:probe` for ours).
         qa_data, data: folders of questions and of ready-made samples, or None.
+        suite: what it is one task of, or None.
         good_length_tokens: up to where the model is known to be good, or None.
         device: "cpu", "cuda" or "cuda:N".
         threads: CPU threads of the engine.
@@ -232,6 +236,7 @@ class Cell:
     is_diagnosis: bool = False
     qa_data: str | None = None
     data: str | None = None
+    suite: Suite | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the results, as plain JSON values, for the manifest and for resume.
@@ -249,6 +254,7 @@ class Cell:
             "model": {"name": self.model, "path": portable_path(self.model_path)},
             "device": self.device,
             "threads": self.threads,
+            **({} if self.suite is None else self.suite.settings()),
         }
 
     def data_folders(self) -> dict[str, str]:
@@ -614,7 +620,7 @@ def cells(
     overrides: list[str],
     swept: Sequence[str] | None = None,
 ) -> list[Cell]:
-    """Turn a composed configuration into the runs it names, one a length.
+    """Turn a composed configuration into the runs it names, one a length and task.
 
     Args:
         config: the composed RunConfig.
@@ -636,7 +642,8 @@ def cells(
     ordinals = parse_ordinals(_plain(config.indices), config.num_samples)
     arms = check_arms(_plain(config.arms))
     backend_settings: dict[str, Any] = _plain(config.backend)
-    spec = task_spec(config)
+    given = {one.lstrip("+~").partition("=")[0] for one in overrides}
+    specs = _task_specs(config, given)
     path = model_path(config)
     tokenizer = tokenizer_name(config)
     device = resolve_device(config.device)
@@ -663,10 +670,20 @@ def cells(
         raise unknown_name("stop_on", config.stop_on, STOP_ON)
     folder = _result_folder(config, choices, overrides, lengths, swept)
     is_diagnosis = choices.get("experiment") == "diagnose"
-    given = {one.lstrip("+~").partition("=")[0] for one in overrides}
     chooses_arms = not is_diagnosis or "arms" in given
     first = arms if chooses_arms else arms_of_diagnosis(backend_settings, lengths[0])
     check_given(given - _set_to_nothing(overrides), first, fresh, config.workers)
+    check_engine_per(
+        config.engine_per,
+        has_suite=config.suite is not None,
+        arms=arms,
+        minimise=config.minimise,
+        is_diagnosis=is_diagnosis,
+    )
+    suite = None
+    if config.suite is not None:
+        names = tuple(one.name for one in specs)
+        suite = Suite(choices["suite"], names, folder, config.engine_per)
     return [
         Cell(
             task=spec,
@@ -685,7 +702,8 @@ def cells(
             device=device,
             threads=threads,
             arms=arms if chooses_arms else arms_of_diagnosis(backend_settings, length),
-            folder=folder if len(lengths) == 1 else folder / str(length),
+            folder=_cell_folder(folder, length, lengths, spec, suite),
+            suite=suite,
             references=_references(config, choices) if {*REFERENCES} & {*arms} else (),
             fresh=fresh,
             workers=config.workers,
@@ -697,7 +715,24 @@ def cells(
             is_diagnosis=is_diagnosis,
         )
         for length in lengths
+        for spec in specs
     ]
+
+
+def _task_specs(config: DictConfig, given: Collection[str]) -> tuple[TaskSpec, ...]:
+    """Return the tasks of a suite, else the one task."""
+    if config.suite is None:
+        return (task_spec(config),)
+    return suite_tasks(_plain(config.suite), given, config_dir())
+
+
+def _cell_folder(
+    folder: Path, length: int, lengths: Sequence[int], spec: TaskSpec, suite: Suite | None
+) -> Path:
+    """Return the folder of one run within that of the command."""
+    if len(lengths) > 1:
+        folder = folder / str(length)
+    return folder if suite is None else folder / spec.name
 
 
 def _set_to_nothing(overrides: Sequence[str]) -> set[str]:
@@ -759,7 +794,8 @@ def _result_folder(
         return Path(config.out)
     swept = swept or ()
     joined = "-".join(str(length) for length in lengths)
-    parts = [choices["task"], choices["backend"], choices["model"], joined]
+    what = choices["task" if config.suite is None else "suite"]
+    parts = [what, choices["backend"], choices["model"], joined]
     quiet = KEYS_WITHOUT_RESULTS | {
         f"backend.{key}" for key in backend_keys_without_results(_backend(config))
     }

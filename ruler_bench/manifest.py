@@ -176,14 +176,24 @@ def locked_folder(folder: Path) -> Iterator[Path]:
     Raises:
         UsageError: it is a file, cannot be written, or another process owns it.
     """
-    lock = _open_lock(folder)
-    with lock:
-        _take(lock, folder)
+    with owned_folder(folder):
         _check_files(folder)
         try:
             yield folder
         finally:
             _remove_if_unused(folder)
+
+
+@contextmanager
+def owned_folder(folder: Path) -> Iterator[None]:
+    """Create the folder and own it, whatever it holds.
+
+    Raises:
+        UsageError: it is a file, cannot be written, or another process owns it.
+    """
+    with _open_lock(folder) as lock:
+        _take(lock, folder)
+        yield
 
 
 def check_folder(folder: Path) -> None:

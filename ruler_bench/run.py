@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -144,7 +144,12 @@ def least_context_tokens(cell: Cell, model: Path, tokenizer: Tokenizer) -> int:
     return context if positions is None else min(context, positions)
 
 
-def run_cell(cell: Cell, overwrite: bool = False, keep: BuildLife | None = None) -> Outcome:
+def run_cell(
+    cell: Cell,
+    overwrite: bool = False,
+    keep: BuildLife | None = None,
+    settled: Collection[str] = (),
+) -> Outcome:
     """Run a cell's samples, or those still missing, and write its reports.
 
     Args:
@@ -152,6 +157,7 @@ def run_cell(cell: Cell, overwrite: bool = False, keep: BuildLife | None = None)
         overwrite: start its folder anew.
         keep: lends the engine of an arm that has one for all samples, for callers that keep it
             from cell to cell; None builds one for the cell.
+        settled: arms of which nothing is asked; what is recorded of them counts.
 
     Raises:
         UsageError, ConfigurationError: a setting is wrong; nothing was run.
@@ -160,7 +166,7 @@ def run_cell(cell: Cell, overwrite: bool = False, keep: BuildLife | None = None)
     with manifest.locked_folder(cell.folder) as folder:
         bench = prepared(cell, model, overwrite, keep)
         journal = bench.journal
-        status, ran = run_streams(bench)
+        status, ran = run_streams(bench, settled)
         run = journal.close(ran, cell.ordinals)
         runs = by_arm(run)
         verdict, diagnosis = verdict_of(bench, run), diagnosis_of(bench, run)
@@ -377,7 +383,7 @@ def load_tokenizers(cell: Cell, model: Path) -> tuple[Tokenizer, Tokenizer]:
     return counter, load_tokenizer(str(model)) if has_tokenizer(model) else counter
 
 
-def run_streams(bench: Bench) -> tuple[int, list[Stream]]:
+def run_streams(bench: Bench, settled: Collection[str] = ()) -> tuple[int, list[Stream]]:
     """Run every stream of the cell; records are on disk.
 
     Returns:
@@ -388,6 +394,8 @@ def run_streams(bench: Bench) -> tuple[int, list[Stream]]:
         for stream in bench.streams:
             chosen = narrowed(bench, stream)
             ran.append(chosen)
+            if stream.arm in settled:
+                continue
             try:
                 run_stream(bench, chosen)
             except ConfigurationError as error:
