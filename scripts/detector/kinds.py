@@ -13,7 +13,7 @@ from ruler_bench.streams import AGING_ORDINALS
 from scripts.detector.runner import Finished
 
 _VALUE = re.compile(r"One of the special magic \w+ for [^:\n]+? is: ([^.\n]+)\.")
-LONGEST_SHOWN = 160
+LONGEST_SHOWN = 1000
 
 
 def wrong_outputs(finished: Finished) -> list[dict[str, Any]]:

@@ -18,9 +18,6 @@ from scripts.detector.judging import merged
 from scripts.detector.noisy import NOISES
 
 NAME = "detector"
-READING = "detector_reading.jsonl"
-"""Where there is one: wrong outputs with their kinds, read by somebody. Each line has fault, arm,
-ordinal, expected, output, kind, and instead: the kind that it should be, or null."""
 NOTES = "detector_notes.md"
 """Where there is one: what a reader must know of how the rows came about, put at the end."""
 ASKED_COMPARISONS = 150
@@ -39,7 +36,7 @@ def write(out: Path, parts: Sequence[str]) -> bool:
     (out / f"{NAME}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     known = {part: one for part, one in manifests.items() if one is not None}
     (out / f"{NAME}.json").write_text(json.dumps(known, indent=2) + "\n")
-    page = markdown(rows, known, _reading(out / READING))
+    page = markdown(rows, known)
     notes = out / NOTES
     more = f"\n{notes.read_text(encoding='utf-8')}" if notes.is_file() else ""
     (out / f"{NAME}.md").write_text(page + more)
@@ -69,21 +66,19 @@ def outcome(row: Row) -> str:
 def markdown(
     rows: Mapping[str, Sequence[Row]],
     manifests: Mapping[str, Any],
-    reading: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the whole page.
 
     Args:
         rows: of each part.
         manifests: of each part that was begun.
-        reading: what a reader says of the kinds of some wrong outputs, see READING.
     """
     parts = [
         "# Proof of the detector",
         "Made by `scripts/measure_detector.py` from detector.jsonl (a line for each row below); "
         "detector.json has commands, settings, versions and device. Probe model.",
         *_faults(rows.get("faults", ()), manifests.get("faults")),
-        *_kinds(rows.get("faults", ()), reading),
+        *_kinds(rows.get("faults", ())),
         *_clean(rows.get("clean", ()), manifests.get("clean")),
         *_noisy(rows.get("noisy", ()), manifests.get("noisy")),
         *_errors([one for found in rows.values() for one in found]),
@@ -191,13 +186,7 @@ def _runs(verdicts: Sequence[str]) -> str:
     )
 
 
-def _reading(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _kinds(rows: Sequence[Row], reading: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _kinds(rows: Sequence[Row]) -> Iterator[str]:
     done = _measured(rows)
     by_fault = {row["name"]: _kind_counts(row["figures"]["wrong_outputs"]) for row in done}
     by_fault = {name: counted for name, counted in by_fault.items() if counted}
@@ -207,30 +196,13 @@ def _kinds(rows: Sequence[Row], reading: Sequence[Mapping[str, Any]]) -> Iterato
     yield "## Kinds of wrong outputs"
     yield (
         "What `ruler_bench.leak.taxonomy` calls the wrong outputs of the engines with faults, each "
-        "output once an index. The rules were written on outputs of another engine."
+        "output once an index. The rules were written on outputs of another engine; "
+        "docs/taxonomy.md says how often a reader agrees with them here."
     )
     yield _table(
         ("fault", *used),
         [(name, *(counted.get(kind, "") for kind in used)) for name, counted in by_fault.items()],
     )
-    yield from _read(reading)
-
-
-def _read(reading: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if not reading:
-        yield "Whether these kinds are right was not judged."
-        return
-    others = [one for one in reading if one["instead"] is not None]
-    yield (
-        f"Read by one reader, who saw the kinds: {len(reading)} of them, up to four a fault, drawn "
-        "at random. "
-        f"{len(reading) - len(others)} have the kind that the codebook means."
-    )
-    if others:
-        yield _table(
-            ("fault", "output", "kind", "should be"),
-            [(one["fault"], one["output"], one["kind"], one["instead"]) for one in others],
-        )
 
 
 def _kind_counts(outputs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
