@@ -259,7 +259,16 @@ def _remove_if_unused(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-RUN_FILES = (MANIFEST, RECORDS, ERROR_LOG, "report.md", "summary.csv", "verdict.json", "junit.xml")
+RUN_FILES = (
+    MANIFEST,
+    RECORDS,
+    ERROR_LOG,
+    "report.md",
+    "report.html",
+    "summary.csv",
+    "verdict.json",
+    "junit.xml",
+)
 REPRODUCER = "reproducer"
 RUN_FOLDERS = ("predictions", REPRODUCER)
 

@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ from ruler_bench.overlap import check_overlap, may_overlap
 from ruler_bench.progress import Progress
 from ruler_bench.questions import Asked, Questions
 from ruler_bench.records import Record, RecordingError
-from ruler_bench.report import Run, write_predictions, write_reports
+from ruler_bench.report import Run, write_page, write_predictions, write_reports
 from ruler_bench.score import score
 from ruler_bench.streams import BESIDE, Left, Step, Stream, streams
 from ruler_bench.suspects import audited, suspects, suspicious
@@ -974,6 +974,7 @@ def write_outputs(
         write_reports(folder, runs)
         if verdict is not None or diagnosis is not None:
             write_with_report(folder, verdict, diagnosis)
+        write_page(folder, runs, verdict_values(verdict), prompts_of(samples))
         write_predictions(folder, _asked_once(runs), samples)
     except OSError as error:
         print(
@@ -983,6 +984,20 @@ def write_outputs(
         )
         return False
     return True
+
+
+def verdict_values(verdict: Verdict | None) -> dict[str, Any] | None:
+    """Return a verdict as verdict.json holds it."""
+    if verdict is None:
+        return None
+    from ruler_bench.leak.report import to_json  # noqa: PLC0415 (scipy takes long)
+
+    return to_json(verdict)
+
+
+def prompts_of(samples: Iterable[Sample]) -> Iterator[tuple[str, str]]:
+    """Yield hash and text of each sample's prompt."""
+    return ((prompt_hash(one), one.prompt) for one in samples)
 
 
 def write_with_report(

@@ -1,8 +1,11 @@
-"""Reports: from records to summary.csv, report.md, a table for the terminal, and predictions."""
+"""Reports: from records to summary.csv, report.md, report.html, a table for the terminal, and
+predictions.
+"""
 
 from __future__ import annotations
 
 from ruler_bench.report.markdown import failures_summary, write_reports
+from ruler_bench.report.page import write_page
 from ruler_bench.report.predictions import write_predictions
 from ruler_bench.report.rows import Row, Run, build_row, build_rows
 from ruler_bench.report.tables import terminal_table
@@ -14,6 +17,7 @@ __all__ = [
     "build_rows",
     "failures_summary",
     "terminal_table",
+    "write_page",
     "write_predictions",
     "write_reports",
 ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ruler_bench.records import Record
+from ruler_bench.report.provenance import shared_and_own
 from ruler_bench.report.rows import Row, Run, build_rows, finished
 from ruler_bench.report.tables import (
     HIDDEN,
@@ -21,7 +19,6 @@ from ruler_bench.report.tables import (
 from ruler_bench.report.text import code_block, human_number, markdown_cell, visible
 
 LISTED_SAMPLES = 100
-MANIFEST_KEYS_LEFT_OUT = frozenset({"format_version", "lives"})
 
 LEGEND = (
     "Score, correct and interval are over finished samples; errors are samples that failed in the "
@@ -99,40 +96,16 @@ def _name(row: Row) -> str:
 
 def _settings(runs: Sequence[Run], rows: Sequence[Row]) -> Iterator[str]:
     """Yield what all runs share, then what is each one's own."""
-    flat = [dict(_flatten(run.manifest)) for run in runs]
-    shared = {
-        key: value
-        for key, value in (flat[0].items() if flat else ())
-        if all(other.get(key) == value for other in flat)
-    }
+    shared, own = shared_and_own([run.manifest for run in runs])
     yield _setting_lines(shared)
-    for row, settings in zip(rows, flat, strict=True):
-        own = {key: value for key, value in settings.items() if key not in shared}
-        if own:
+    for row, settings in zip(rows, own, strict=True):
+        if settings:
             yield f"### {_name(row)}"
-            yield _setting_lines(own)
+            yield _setting_lines(settings)
 
 
-def _setting_lines(settings: dict[str, str]) -> str:
+def _setting_lines(settings: Mapping[str, str]) -> str:
     return code_block([f"{key} = {value}" for key, value in settings.items()])
-
-
-def _flatten(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in manifest.items():
-        if key == "command" and isinstance(value, list):
-            yield key, visible(shlex.join(value))
-        elif key not in MANIFEST_KEYS_LEFT_OUT:
-            yield from _leaves(key, value)
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    elif isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
-        yield visible(key), f"({len(value)} entries, see manifest.json)"
-    else:
-        yield visible(key), visible(value) if isinstance(value, str) else json.dumps(value)
 
 
 # --- samples that failed ------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,19 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
     Raises:
         UsageError: a manifest's metric is unknown.
     """
-    flat = [dict(_settings(run.manifest.get("config", {}))) for run in runs]
-    # A setting that not all runs have belongs to a backend, whose name stands in the row already.
+    settings = varied_settings([run.manifest for run in runs])
+    return [build_row(run, one) for run, one in zip(runs, settings, strict=True)]
+
+
+def varied_settings(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return for each manifest the settings in which it differs from the others, as one types them.
+
+    A setting that not all have belongs to a backend, whose name stands in the row already.
+    """
+    flat = [dict(_settings(one.get("config", {}))) for one in manifests]
     everywhere = set.intersection(*(set(one) for one in flat)) if flat else set()
     varied = sorted(key for key in everywhere if len({one[key] for one in flat}) > 1)
-    return [
-        build_row(run, " ".join(f"{key}={one[key]}" for key in varied))
-        for run, one in zip(runs, flat, strict=True)
-    ]
+    return [" ".join(f"{key}={one[key]}" for key in varied) for one in flat]
 
 
 OWN_COLUMNS = ("task.", "length", "backend.name", "backend._target_", "model.name")

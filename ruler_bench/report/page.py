@@ -1,0 +1,429 @@
+"""report.html: the run on one page that needs no network and runs no script.
+
+Whatever a model put out is escaped by the template engine, and the page's own policy
+(Content-Security-Policy) forbids scripts, so that even a hole in the escaping would run nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from ruler_bench.report.digest import DEPTH_BINS, STATES, Digest, Shown, digest, total_kinds
+from ruler_bench.report.provenance import shared_and_own
+from ruler_bench.report.rows import Row, Run, varied_settings
+from ruler_bench.report.tables import COLUMNS, shown_columns
+from ruler_bench.report.text import human_number, human_seconds, visible
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+PAGE = "report.html"
+BLOCK = 25
+"""Indices side by side in a strip: as many as a telephone shows."""
+LISTED_CARDS, LISTED_SQUARES, LISTED_RUNS, LISTED_ROWS = 300, 6000, 40, 400
+TAIL_CHARACTERS = 300
+
+SCORE_COLUMNS = (
+    "task",
+    "length",
+    "backend",
+    "model",
+    "settings",
+    "arm",
+    "score",
+    "95% interval",
+    "correct",
+    "samples",
+    "errors",
+    "nulls",
+    "truncated",
+    "engines",
+)
+TITLE_COLUMNS = ("task", "length", "backend", "model", "settings")
+TIMES = {
+    "total_seconds": "time per sample",
+    "ttft_seconds": "time to first token",
+    "decode_seconds": "decode",
+    "estimation_seconds": "estimation",
+    "attention_seconds": "prefill attention",
+}
+"""Measures of which a page tells median and 95th percentile."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page says beside the figures of its runs.
+
+    Attributes:
+        title: its heading.
+        verdict: what verdict.json holds, or None.
+        notes: sentences above the tables.
+        tails: ends of prompts by the hash in the records.
+        sections: further tables: title, sentence, column titles and rows of text.
+        links: address of each run's own page, by number of the run.
+    """
+
+    title: str
+    verdict: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
+    tails: Mapping[str, str] | None = None
+    sections: Sequence[Section] = ()
+    links: Mapping[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of text under a title."""
+
+    title: str
+    text: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Square:
+    """One index in one arm: its state, what hovering shows, and the card that a click opens."""
+
+    state: str
+    hint: str
+    card: str | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """Everything about one index of a run."""
+
+    key: str
+    title: str
+    is_right: bool
+    expected: str
+    tail: str
+    answers: Sequence[tuple[str, Shown]]
+
+
+def write_page(
+    folder: Path,
+    runs: Sequence[Run],
+    verdict: Mapping[str, Any] | None = None,
+    prompts: Iterable[tuple[str, str]] = (),
+) -> None:
+    """Write report.html of one run into its folder.
+
+    Args:
+        folder: of the run.
+        runs: its arms.
+        verdict: what verdict.json holds.
+        prompts: hash and text of prompts, of which the ends are shown.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+        UsageError: a manifest's metric is unknown.
+    """
+    numbers: dict[int, int] = {}
+    digests = [digest(one, numbers.setdefault(id(one.manifest), len(numbers))) for one in runs]
+    rows = with_settings(digests)
+    title = ", ".join(name_parts(rows[0].row)) if rows else "no runs"
+    page = Page(title=title, verdict=verdict, tails=tails_of(prompts))
+    (folder / PAGE).write_text(render(rows, page), encoding="utf-8", newline="\n")
+
+
+def tails_of(prompts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the ends of prompts, printable, by hash."""
+    return {key: visible(text[-TAIL_CHARACTERS:]) for key, text in prompts}
+
+
+def with_settings(digests: Sequence[Digest]) -> list[Digest]:
+    """Return the digests with the settings in which their runs differ."""
+    settings = varied_settings([one.manifest for one in digests])
+    return [
+        replace(one, row=replace(one.row, settings=text))
+        for one, text in zip(digests, settings, strict=True)
+    ]
+
+
+def name_parts(row: Row) -> list[str]:
+    """Return what tells a run from others, without its arm."""
+    parts = [row.task, f"{row.length_tokens} tokens", row.backend, row.model, row.settings]
+    return [visible(part) for part in parts if part]
+
+
+def render(digests: Sequence[Digest], page: Page) -> str:
+    """Return the page as HTML."""
+    rows = [one.row for one in digests]
+    there = shown_columns(rows)
+    columns = {name: there[name] for name in SCORE_COLUMNS if name in there}
+    # What all rows have in common stands in the title.
+    for name in TITLE_COLUMNS:
+        if name in columns and len({columns[name](row) for row in rows}) == 1:
+            del columns[name]
+    shared, own = shared_and_own([one.manifest for one in digests])
+    cards, strips, left_out = _strips(digests, page)
+    return _template().render(
+        page=page,
+        headline=_headline(digests, page.verdict),
+        columns=list(columns),
+        score_rows=[
+            ({name: visible(show(row)) for name, show in columns.items()}, row)
+            for row in rows[:LISTED_ROWS]
+        ],
+        more_rows=max(0, len(rows) - LISTED_ROWS),
+        heat=_heat(digests),
+        bins=[f"{n * 100 // DEPTH_BINS}%" for n in range(DEPTH_BINS)],
+        strips=strips,
+        cards=cards,
+        left_out=left_out,
+        states=STATES,
+        timing=_timing(digests),
+        picture=_times_picture(digests),
+        kinds=total_kinds(digests) if len({one.run for one in digests}) > 1 else None,
+        digests=digests[:LISTED_ROWS],
+        shared=shared,
+        own=_own_settings(digests, own),
+    )
+
+
+@functools.cache
+def _template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415 (0.1 s)
+
+    environment = Environment(
+        loader=PackageLoader("ruler_bench.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["shown"] = visible
+    environment.filters["number"] = human_number
+    environment.filters["seconds"] = human_seconds
+    return environment.get_template("page.html.jinja")
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def _headline(digests: Sequence[Digest], verdict: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return a class of colour, and the sentence above everything."""
+    if verdict is not None and verdict.get("sentence"):
+        bad = {"leak", "race", "engine_fault"}
+        name = str(verdict.get("verdict"))
+        tone = "bad" if name in bad else "good" if verdict.get("status") == 0 else "unsure"
+        return tone, visible(str(verdict["sentence"]))
+    samples = sum(one.row.samples for one in digests)
+    correct = sum(one.row.correct for one in digests)
+    errors = sum(one.row.errors for one in digests)
+    if not samples and not errors:
+        return "unsure", "No sample has been run."
+    text = f"{correct} of {samples} answers right"
+    if len(digests) == 1 and digests[0].row.score is not None:
+        row = digests[0].row
+        text += f", score {row.score:.2f} (95% interval {COLUMNS['95% interval'](row)})"
+    text += f"; {errors} failed in the engine." if errors else "; none failed in the engine."
+    return ("good" if correct == samples and not errors else "unsure"), text
+
+
+def _heat(digests: Sequence[Digest]) -> list[tuple[str, str, list[tuple[float, int] | None]]]:
+    """Return a line for each arm and length whose samples have a depth: names, then the tenths."""
+    several_tasks = len({(one.row.task, one.row.backend, one.run) for one in digests}) > 1
+    found = []
+    for one in digests[:LISTED_ROWS]:
+        if any(one.depths):
+            parts = [
+                name for name in name_parts(one.row) if name != f"{one.row.length_tokens} tokens"
+            ]
+            name = ", ".join([*parts, one.arm]) if several_tasks else one.arm
+            found.append((visible(name), str(one.row.length_tokens), list(one.depths)))
+    return found
+
+
+def _timing(digests: Sequence[Digest]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows: medians and 95th percentiles of times, then memory and traffic."""
+    rows = [one.row for one in digests]
+    columns = shown_columns(rows)
+    measures = [name for name in TIMES if any(name in one.spreads for one in digests)]
+    others = [
+        name
+        for name in list(columns)
+        if name not in SCORE_COLUMNS
+        and name not in ("time per sample", "time to first token")
+        and any(columns[name](row) != "-" for row in rows)
+    ]
+    several = len({(row.task, row.length_tokens, row.backend, row.model) for row in rows}) > 1
+    table = []
+    for one in digests[:LISTED_ROWS]:
+        name = ", ".join([*name_parts(one.row), one.arm]) if several else one.arm
+        cells = [visible(name)]
+        for measure in measures:
+            spread = one.spreads.get(measure)
+            cells.append(
+                "-"
+                if spread is None
+                else f"{human_seconds(spread.median)} (95%: {human_seconds(spread.high)})"
+            )
+        table.append([*cells, *(visible(columns[name](one.row)) for name in others)])
+    return ["arm", *(TIMES[name] for name in measures), *others], table
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A scatter of times over the engine's life, in a box of 600 by 160."""
+
+    series: Sequence[tuple[str, Sequence[tuple[float, float]]]]
+    most_seconds: str
+    last_position: int
+
+
+WIDE, HIGH = 600, 160
+SERIES = 8
+
+
+def _times_picture(digests: Sequence[Digest]) -> Picture | None:
+    """Return the picture; None for several runs, whose times say nothing about each other."""
+    drawn = [one for one in digests if one.times][:SERIES]
+    if not drawn or len({one.run for one in digests}) > 1:
+        return None
+    most = max(seconds for one in drawn for _, seconds in one.times) or 1.0
+    last = max(position for one in drawn for position, _ in one.times)
+    if last == 0:
+        return None
+    series = [
+        (
+            visible(one.arm),
+            [(round(x / last * WIDE, 1), round(HIGH - y / most * HIGH, 1)) for x, y in one.times],
+        )
+        for one in drawn
+    ]
+    return Picture(series, human_seconds(most), last)
+
+
+def _own_settings(
+    digests: Sequence[Digest], own: Sequence[Mapping[str, str]]
+) -> list[tuple[str, Mapping[str, str]]]:
+    """Return what is each run's own, once a run."""
+    found: dict[int, tuple[str, Mapping[str, str]]] = {}
+    for one, settings in zip(digests, own, strict=True):
+        if settings and one.run not in found:
+            found[one.run] = (", ".join(name_parts(one.row)), settings)
+    return list(found.values())[:LISTED_RUNS]
+
+
+# --- strips of indices, and a card for each -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The indices of a run by arm, in blocks that lie side by side where there is room."""
+
+    title: str
+    link: str | None
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some indices: the first and the last, and the squares of each arm."""
+
+    first: int
+    last: int
+    arms: Sequence[tuple[str, Sequence[Square | None]]]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a page has no room for."""
+
+    cards: int
+    squares: int
+
+
+def _strips(digests: Sequence[Digest], page: Page) -> tuple[list[Card], list[Strip], LeftOut]:
+    groups: dict[int, list[Digest]] = {}
+    for one in digests:
+        groups.setdefault(one.run, []).append(one)
+    cards = _cards(groups, page, len(groups) > 1)
+    known = {card.key for card in cards}
+    strips, room = [], LISTED_SQUARES
+    squares_left_out = 0
+    for number, arms in groups.items():
+        count = sum(len(one.shown) for one in arms)
+        if count > room:
+            squares_left_out += count
+            continue
+        if count:
+            room -= count
+            strips.append(_strip(number, arms, known, page))
+    wanted = sum(
+        len({one.ordinal for arm in arms for one in arm.shown if one.state != "right"})
+        for arms in groups.values()
+    )
+    listed = sum(not card.is_right for card in cards)
+    return cards, strips, LeftOut(wanted - listed, squares_left_out)
+
+
+def _cards(groups: Mapping[int, Sequence[Digest]], page: Page, several: bool) -> list[Card]:
+    """Return cards of indices, those that failed first, as many as a page has room for."""
+    found: list[Card] = []
+    for number, arms in groups.items():
+        by_ordinal: dict[int, list[tuple[str, Shown]]] = {}
+        for arm in arms:
+            for one in arm.shown:
+                by_ordinal.setdefault(one.ordinal, []).append((visible(arm.arm), one))
+        run = f" of {', '.join(name_parts(arms[0].row))}" if several else ""
+        for ordinal, answers in sorted(by_ordinal.items()):
+            first = answers[0][1]
+            tail = (page.tails or {}).get(first.prompt_sha256, "")
+            found.append(
+                Card(
+                    key=_key(number, ordinal),
+                    title=f"Index {ordinal}{run}",
+                    is_right=all(one.state == "right" for _, one in answers),
+                    expected=first.expected,
+                    tail=tail,
+                    answers=answers,
+                )
+            )
+    found.sort(key=lambda card: card.is_right)
+    return found[:LISTED_CARDS]
+
+
+def _key(run: int, ordinal: int) -> str:
+    return f"i{run}-{ordinal}"
+
+
+def _strip(number: int, arms: Sequence[Digest], known: set[str], page: Page) -> Strip:
+    ordinals = sorted({one.ordinal for arm in arms for one in arm.shown})
+    by_arm = [(visible(arm.arm), {one.ordinal: one for one in arm.shown}) for arm in arms]
+    blocks = []
+    for start in range(0, len(ordinals), BLOCK):
+        part = ordinals[start : start + BLOCK]
+        lines = [
+            (name, [_square(number, shown.get(ordinal), name, known) for ordinal in part])
+            for name, shown in by_arm
+        ]
+        blocks.append(Block(part[0], part[-1], lines))
+    title = ", ".join(name_parts(arms[0].row))
+    return Strip(title, (page.links or {}).get(number), blocks)
+
+
+def _square(number: int, one: Shown | None, arm: str, known: set[str]) -> Square | None:
+    if one is None:
+        return None
+    key = _key(number, one.ordinal)
+    before = "none" if one.predecessor is None else str(one.predecessor)
+    hint = (
+        f"index {one.ordinal}, {arm}: {one.state}\nexpected: {one.expected}\ngot: {one.got}\n"
+        f"predecessor: {before}, position {one.position}"
+    )
+    return Square(one.state, hint, key if key in known else None)
+
+
+def link_to(page: Path, target: Path) -> str:
+    """Return the address of a file as a page beside it names it."""
+    return quote(Path(os.path.relpath(target, page)).as_posix())
