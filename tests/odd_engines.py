@@ -1,10 +1,14 @@
 """Engines that misbehave in one way each, for tests of arms; they answer needle tasks."""
 
+import fcntl
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 from backends.base import ConfigurationError, Generation, RequestCancelled
 from backends.oracle import answer_from_needles
@@ -79,6 +83,19 @@ class Clinging(Plain):
 
 
 KEPT = []
+
+
+class Locking(Plain):
+    """Holds a lock on a file, and so does a helper process that outlives close()."""
+
+    def __init__(self, *, lock: str) -> None:
+        super().__init__()
+        self.file = Path(lock).open("w")  # noqa: SIM115
+        fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+        helper = subprocess.Popen(waits, pass_fds=[self.file.fileno()], start_new_session=True)
+        with Path(lock + ".pids").open("a") as pids:
+            pids.write(f"{helper.pid}\n")
 
 
 class Cancellable(Plain):

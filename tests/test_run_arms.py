@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import re
 import shutil
 import signal
@@ -211,6 +212,28 @@ def test_a_port_that_the_last_life_still_holds_is_said(cli, workdir):
     for one in odd_engines.KEPT:
         one.close()
     finished = cli(*mine, "arms=[persistent,fresh]", "num_samples=2", "out=there")
+    assert finished.status == 0, finished.err
+
+
+def test_a_lock_that_the_last_life_still_holds_is_said(cli, workdir):
+    """By a helper process of the engine, of which nobody else knows."""
+    lock = workdir / "lock"
+    mine = (*odd("Locking", f"lock={lock}"), "arms=[persistent,fresh]", "num_samples=1")
+
+    def end_helpers():
+        for pid in Path(f"{lock}.pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        Path(f"{lock}.pids").unlink()
+
+    held = cli(*mine)
+    end_helpers()
+    assert held.status == 2
+    last = held.err.splitlines()[-1]
+    assert "the engine of arm fresh could not be built (BlockingIOError: " in last
+    assert "what they held (a port, a lock, memory) may not be free again" in last
+    assert len(rows(workdir / "here", "persistent")) == 1
+    finished = cli(*mine)
+    end_helpers()
     assert finished.status == 0, finished.err
 
 
