@@ -91,13 +91,10 @@ def job(config: DictConfig) -> JobResult:
 
 def finish(cell: Cell, result: JobResult, runs: Sequence[Run], is_sweep: bool) -> None:
     """Print the table of a job and where its records are; write the report of a suite."""
-    from ruler_bench.report import failures_summary, terminal_table  # noqa: PLC0415
     from ruler_bench.run_suite import write_suite_report  # noqa: PLC0415
 
     if runs and not is_sweep:  # a sweep joins the tables of its jobs
-        print(terminal_table(runs))
-        for line in failures_summary(runs):
-            print(line)
+        print_tables(runs)
     folders = [one.folder for one in result.cells]
     if cell.suite is not None and runs:
         if not write_suite_report(cell.suite, runs):
@@ -107,6 +104,22 @@ def finish(cell: Cell, result: JobResult, runs: Sequence[Run], is_sweep: bool) -
         print(f"Records and report: {folder}")
     if result.status == INTERRUPTED:
         print(GOES_ON, file=sys.stderr)
+
+
+def print_tables(runs: Sequence[Run]) -> None:
+    """Print the table of runs, their means over tasks, and what failed."""
+    from ruler_bench.report import (  # noqa: PLC0415
+        failures_summary,
+        terminal_means,
+        terminal_table,
+    )
+
+    print(terminal_table(runs))
+    means = terminal_means(runs)
+    if means is not None:
+        print(f"\n{means}")
+    for line in failures_summary(runs):
+        print(line)
 
 
 def describe(planned: Sequence[Cell], overwrite: bool) -> JobResult:
@@ -178,16 +191,14 @@ def _sweep() -> int:
 def _join(folder: Path, results: list[JobResult]) -> None:
     """Print and write one table of the samples that each job asked for, then what failed."""
     from ruler_bench.journal import by_arm, read_run  # noqa: PLC0415
-    from ruler_bench.report import failures_summary, terminal_table, write_reports  # noqa: PLC0415
+    from ruler_bench.report import write_reports  # noqa: PLC0415
 
     read = [read_run(Path(one.folder), one.ordinals) for result in results for one in result.cells]
     runs = [run for one in read if one is not None for run in by_arm(one)]
     if runs:
         write_reports(folder, runs)
         print("All runs of the sweep:")
-        print(terminal_table(runs))
-        for line in failures_summary(runs):
-            print(line)
+        print_tables(runs)
         print(f"Joined report: {folder / 'report.md'}")
     for result in results:
         for error in result.errors:

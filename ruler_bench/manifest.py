@@ -266,6 +266,7 @@ RUN_FILES = (
     "report.md",
     "report.html",
     "summary.csv",
+    "depth.csv",
     "verdict.json",
     "junit.xml",
 )

@@ -5,6 +5,7 @@ predictions.
 from __future__ import annotations
 
 from ruler_bench.report.markdown import failures_summary, write_reports
+from ruler_bench.report.means import terminal_means
 from ruler_bench.report.page import write_page
 from ruler_bench.report.predictions import write_predictions
 from ruler_bench.report.rows import Row, Run, build_row, build_rows
@@ -16,6 +17,7 @@ __all__ = [
     "build_row",
     "build_rows",
     "failures_summary",
+    "terminal_means",
     "terminal_table",
     "write_page",
     "write_predictions",

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ruler_bench.records import Record
+from ruler_bench.report.depth import DEPTH, markdown_depth, write_depth
+from ruler_bench.report.means import markdown_means, write_means
 from ruler_bench.report.provenance import shared_and_own
 from ruler_bench.report.rows import Row, Run, build_rows, finished
 from ruler_bench.report.tables import (
@@ -40,7 +42,8 @@ NOTHING_RUN = "None: no sample has been run."
 
 
 def write_reports(folder: Path, runs: Sequence[Run], verdict: str | None = None) -> None:
-    """Write summary.csv and report.md into an existing folder.
+    """Write summary.csv and report.md into an existing folder, and what there is of depth.csv,
+    means.csv and averages.csv.
 
     Args:
         folder: where to.
@@ -53,6 +56,8 @@ def write_reports(folder: Path, runs: Sequence[Run], verdict: str | None = None)
     """
     rows = build_rows(runs)
     write_summary(folder / "summary.csv", rows)
+    write_depth(folder / DEPTH, runs, rows)
+    write_means(folder, runs, rows)
     (folder / "report.md").write_text(report(runs, rows, verdict), encoding="utf-8", newline="\n")
 
 
@@ -65,6 +70,7 @@ def report(runs: Sequence[Run], rows: Sequence[Row], verdict: str | None = None)
         "## Results",
         markdown_runs(rows),
         legend(rows),
+        *filter(None, (markdown_means(runs, rows), markdown_depth(runs, rows))),
         "## Samples to look at",
     ]
     failures = [part for run, row in zip(runs, rows, strict=True) for part in _failures(run, row)]

@@ -36,15 +36,17 @@ def rendered(text):
 
 
 def test_a_run_without_failures(record, run, tmp_path):
-    headings, (settings_,), (table,) = rendered(report(tmp_path, run(record(0), record(1))))
+    headings, (settings_,), (table, depths) = rendered(report(tmp_path, run(record(0), record(1))))
     assert headings == [
         "RULER: niah_single_1, 4096 tokens, offload, probe, persistent",
         "Results",
+        "Score by depth",
         "Samples to look at",
         "Settings in force",
     ]
     assert table[0] == [title for title in COLUMNS if title not in NOT_ALWAYS]
     assert table[1][5:10] == ["1", "2", "2", "100.00", "34.2 to 100.0"]
+    assert depths[1][5:9] == ["-", "-", "100.0 (2)", "-"]
     for line in (
         "config.backend.num_gpu_blocks = 4",
         "config.arms = []",
@@ -68,7 +70,7 @@ def test_failures_are_listed_as_for_an_issue(record, run, tmp_path):
         record(37, output="", depth=None),
     )
     text = report(tmp_path, failing)
-    headings, _, (_, wrong, errors) = rendered(text)
+    headings, _, (_, _, wrong, errors) = rendered(text)
     assert headings[-2] == "niah_single_1, 4096 tokens, offload, probe, persistent"
     assert "2 of 3 without full score: `indices=[17,37]`." in text
     assert wrong[0] == ["ordinal", "position", "depth", "score", "ended by", "expected", "got"]
@@ -84,7 +86,7 @@ def test_several_runs_share_their_settings_once(record, run, tmp_path):
         run(record(0)),
         run(record(0, output="no"), backend="gpu_only", config={"seed": 42}),
     )
-    headings, (shared, first, second), (table, _) = rendered(text)
+    headings, (shared, first, second), (table, _, _) = rendered(text)
     assert headings[0] == "RULER: 2 runs"
     assert "config.seed = 42" in shared
     assert "backend = offload" in first
@@ -96,7 +98,7 @@ def test_several_runs_share_their_settings_once(record, run, tmp_path):
 
 def test_runs_that_differ_in_a_setting_can_be_told_apart(record, run, tmp_path):
     runs = [run(record(0), config={"seed": seed, "backend": {"x": 1}}) for seed in (1, 2)]
-    headings, _, (table,) = rendered(report(tmp_path, *runs))
+    headings, _, (table, _) = rendered(report(tmp_path, *runs))
     column = table[0].index(SETTINGS)
     assert [row[column] for row in table[1:]] == ["seed=1", "seed=2"]
     assert any("seed=2" in heading for heading in headings)
@@ -105,7 +107,7 @@ def test_runs_that_differ_in_a_setting_can_be_told_apart(record, run, tmp_path):
 def test_many_failures_are_cut_and_all_ordinals_named(record, run, tmp_path):
     count = LISTED_SAMPLES + 5
     text = report(tmp_path, run(*[record(i, output="no") for i in range(count)]))
-    _, _, (_, wrong) = rendered(text)
+    _, _, (_, _, wrong) = rendered(text)
     assert len(wrong) == LISTED_SAMPLES + 1
     assert f",{count - 1}]`. The first {LISTED_SAMPLES} follow" in text
 
@@ -134,8 +136,9 @@ def test_the_report_reads_back_whatever_it_holds(
     records = [record(i, output=one, expected=("\x00never",)) for i, one in enumerate(outputs)]
     records.append(record(len(outputs), error=error))
     made = run(*records, model=model, config={"path": setting})
-    headings, (lines,), (table, wrong, errors) = rendered(report(tmp_path, made))
-    assert len(headings) == 5
+    headings, (lines,), (table, depths, wrong, errors) = rendered(report(tmp_path, made))
+    assert len(headings) == 6
+    assert [len(row) for row in depths] == [len(depths[0])] * 2
     assert f"config.path = {visible(setting)}" in lines
     assert [len(row) for row in table] == [len(COLUMNS) - len(NOT_ALWAYS)] * 2
     got = [row[-1] for row in wrong[1:]]
@@ -145,7 +148,7 @@ def test_the_report_reads_back_whatever_it_holds(
 
 def test_markup_in_outputs_is_shown_not_obeyed(record, run, tmp_path):
     output = "<img src=x onerror=alert(1)> | [a](http://b) @user #12 " + string.punctuation
-    _, _, (_, wrong) = rendered(report(tmp_path, run(record(0, output=output))))
+    _, _, (_, _, wrong) = rendered(report(tmp_path, run(record(0, output=output))))
     assert wrong[1][-1] == visible(output)
     assert "<img" not in report(tmp_path, run(record(0, output=output)))
 
