@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ruler_bench.records import Record
+from ruler_bench.report.depth import by_depth
 from ruler_bench.report.provenance import KEYS_LEFT_OUT
 from ruler_bench.report.rows import Row, Run, build_row, finished
 from ruler_bench.report.text import visible
@@ -18,7 +19,6 @@ from ruler_bench.score import is_null
 
 RIGHT, PARTLY, WRONG, ERROR = "right", "partly", "wrong", "error"
 STATES = (RIGHT, PARTLY, WRONG, ERROR)
-DEPTH_BINS = 10
 SHOWN_CHARACTERS = 200
 LISTED_ORDINALS = 20
 POINTS = 300
@@ -166,14 +166,8 @@ def _shown(record: Record) -> Shown:
 
 
 def _depths(records: Iterable[Record]) -> tuple[tuple[float, int] | None, ...]:
-    sums, counts = [0.0] * DEPTH_BINS, [0] * DEPTH_BINS
-    for record in records:
-        if record.depth is not None and record.score is not None:
-            place = min(max(int(record.depth * DEPTH_BINS), 0), DEPTH_BINS - 1)
-            sums[place] += record.score
-            counts[place] += 1
     return tuple(
-        (total / count, count) if count else None for total, count in zip(sums, counts, strict=True)
+        (sum(scores) / len(scores), len(scores)) if scores else None for scores in by_depth(records)
     )
 
 

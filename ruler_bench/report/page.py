@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ruler_bench.report.digest import DEPTH_BINS, STATES, Digest, Shown, digest, total_kinds
+from ruler_bench.report.depth import BINS
+from ruler_bench.report.digest import STATES, Digest, Shown, digest, total_kinds
 from ruler_bench.report.provenance import shared_and_own
 from ruler_bench.report.rows import Row, Run, varied_settings
 from ruler_bench.report.tables import COLUMNS, shown_columns
@@ -175,7 +176,7 @@ def render(digests: Sequence[Digest], page: Page) -> str:
         ],
         more_rows=max(0, len(rows) - LISTED_ROWS),
         heat=_heat(digests),
-        bins=[f"{n * 100 // DEPTH_BINS}%" for n in range(DEPTH_BINS)],
+        bins=[f"{n * 100 // BINS}%" for n in range(BINS)],
         strips=strips,
         cards=cards,
         left_out=left_out,
