@@ -118,13 +118,30 @@ def from_line(line: str) -> Record:
     missing, unknown = _REQUIRED - values.keys(), values.keys() - _FIELDS
     if missing or unknown:
         raise ValueError(f"not a record: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    hints = _hints()
-    return Record(**{name: _typed(name, one, hints[name]) for name, one in values.items()})
+    hints, plain = _hints(), _plain_types()
+    for name, one in values.items():
+        # Nearly every value is of its type as it is: a large report reads a million lines.
+        if type(one) not in plain[name]:
+            values[name] = _typed(name, one, hints[name])
+    return Record(**values)
 
 
 @functools.cache
 def _hints() -> dict[str, Any]:
     return get_type_hints(Record)
+
+
+@functools.cache
+def _plain_types() -> dict[str, frozenset[type]]:
+    """Return for each field the types of JSON values that need no conversion."""
+    return {
+        name: frozenset(kind for kind in _kinds(hint) if get_origin(kind) is not tuple)
+        for name, hint in _hints().items()
+    }
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) is UnionType else (hint,)
 
 
 def _refuse_constant(name: str) -> float:
@@ -133,12 +150,15 @@ def _refuse_constant(name: str) -> float:
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """Return a JSON value as the field's type: lists become tuples, whole numbers floats."""
-    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    kinds = _kinds(hint)
     if value is None and NoneType in kinds:
         return None
     for kind in kinds:
         if get_origin(kind) is tuple and isinstance(value, list):
-            return tuple(_typed(name, one, get_args(kind)[0]) for one in value)
+            element = get_args(kind)[0]
+            if all(type(one) is element for one in value):
+                return tuple(value)
+            return tuple(_typed(name, one, element) for one in value)
         if type(value) is kind:
             return value
         if kind is float and type(value) is int and abs(value) < _EXACT_FLOAT:

@@ -68,15 +68,17 @@ def _wilson(successes: float, samples: int) -> Interval:
 
 
 def _bootstrap(scores: Sequence[float]) -> Interval:
-    import numpy as np  # noqa: PLC0415 (the import of scipy.stats costs two seconds: only here)
-    from scipy import stats  # noqa: PLC0415
+    """Return the percentile bootstrap's interval (B. Efron, Annals of Statistics 7, 1979).
 
-    found = stats.bootstrap(
-        (np.asarray(scores),),
-        np.mean,
-        confidence_level=LEVEL,
-        n_resamples=RESAMPLES,
-        method="percentile",
-        rng=np.random.default_rng(SEED),
-    ).confidence_interval
-    return Interval(low=float(found.low), high=float(found.high), method="bootstrap")
+    A sample drawn with replacement is how often each score occurs in it, a multinomial draw: of
+    the few scores that a task can give that is many times faster than to draw every sample, as
+    scipy.stats.bootstrap does, and the distribution is the same.
+    """
+    import numpy as np  # noqa: PLC0415 (only here: nearly no run needs it)
+
+    values, counts = np.unique(np.asarray(scores), return_counts=True)
+    rng = np.random.default_rng(SEED)
+    drawn = rng.multinomial(len(scores), counts / len(scores), size=RESAMPLES)
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(drawn @ values / len(scores), [tail, 1 - tail])
+    return Interval(low=float(low), high=float(high), method="bootstrap")

@@ -43,6 +43,14 @@ def test_fractional_scores_take_a_seeded_bootstrap():
     assert interval.high == pytest.approx(mean + normal, abs=1.0)
 
 
+def test_the_bootstrap_is_that_of_scipy():
+    scores = np.random.default_rng(3).choice([0.0, 25.0, 50.0, 100.0], size=80)
+    interval = score_interval(scores.tolist())
+    theirs = stats.bootstrap((scores,), np.mean, method="percentile", rng=1).confidence_interval
+    assert interval.low == pytest.approx(theirs.low, abs=0.6)
+    assert interval.high == pytest.approx(theirs.high, abs=0.6)
+
+
 def test_the_bootstrap_covers_the_true_mean_about_95_times_in_100():
     rng = np.random.default_rng(7)
     true = [0.0, 50.0, 75.0, 100.0]
