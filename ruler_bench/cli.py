@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from backends.base import ConfigurationError
 from ruler_bench.config import config_dir, register_schemas
+from ruler_bench.config_packages import check_one_provider, config_names
 from ruler_bench.errors import UsageError, nearest, one_line, unknown_name
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -238,7 +239,8 @@ def _check_values(arguments: list[str]) -> None:
     """Refuse overrides that Hydra would take in silence and that mean nothing.
 
     Raises:
-        UsageError: `key=` without a value, arms without brackets, or a group without a name.
+        UsageError: `key=` without a value, arms without brackets, a group without a name, or a
+            name in it that several packages have.
     """
     for argument in arguments:
         if argument.startswith("-") or "=" not in argument:
@@ -254,6 +256,9 @@ def _check_values(arguments: list[str]) -> None:
             )
         if key in GROUPS:
             _check_choices(key, value)
+        if key in (*GROUPS, REFERENCE_GROUP):
+            for name in value.split(","):
+                check_one_provider(key.partition("@")[0], name, config_dir())
 
 
 REFERENCE_GROUP = "backend@reference"
@@ -268,7 +273,7 @@ def _check_choices(group: str, value: str) -> None:
         UsageError: names the configurations there are.
     """
     if value in ("null", "true", "false") or not _CHOICES.fullmatch(value):
-        names = sorted(one.stem for one in (config_dir() / group).glob("*.yaml"))
+        names = config_names(group, config_dir())
         raise UsageError(f"{group}={value}: must be one of {', '.join(names)}.")
 
 

@@ -20,6 +20,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ruler_bench.config_packages import register_config_packages
 from ruler_bench.errors import UsageError, unknown_name
 from ruler_bench.leak.arms import REFERENCES, SPELLINGS, kind_of, variant_of
 from ruler_bench.leak.diagnose import arms_of_diagnosis
@@ -111,10 +112,13 @@ class PrepareConfig(DataConfig):
 
 
 def register_schemas() -> None:
-    """Make the schemas known to Hydra under the names that configs/*.yaml use."""
+    """Make known to Hydra the schemas, under the names that configs/*.yaml use, and what installed
+    packages bring.
+    """
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConfig)
     store.store(name="prepare_schema", node=PrepareConfig)
+    register_config_packages()
 
 
 def config_dir() -> Path:
