@@ -1,5 +1,7 @@
 """RULER's rules: what of an output counts, and how many points it is worth.
 
+`python -m ruler_bench.score FILES` scores prediction files (`ruler_bench.score_files`).
+
 Source: https://github.com/NVIDIA/RULER/blob/c3f5e3b/scripts/eval/evaluate.py (post-processing,
 nulls) and https://github.com/NVIDIA/RULER/blob/c3f5e3b/scripts/eval/synthetic/constants.py (match
 rules). Texts are compared without regard to case, and a reference counts wherever it occurs, also
@@ -9,6 +11,7 @@ inside a longer word or number.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 
 from ruler_bench.errors import unknown_name
@@ -38,7 +41,7 @@ def score(metric: str, output: str, expected: Sequence[str | None]) -> float:
 
     Raises:
         UsageError: the metric is unknown.
-        ValueError: there is no reference.
+        ValueError: there is no reference, or the references are one text and no list.
     """
     return _share(metric, output, expected) * FULL_SCORE
 
@@ -49,16 +52,19 @@ def cell_score(
     """Return the score of a task's outputs as RULER reports it: the mean, with two decimals.
 
     It is worked out from the outputs and in the reference's order of arithmetic, because the mean
-    of `score` may differ in the last bit and then round to another hundredth.
+    of `score` may differ in the last bit and then round to another hundredth. Where the first
+    output has no reference (None), the reference takes it that none has: 0.
 
     Raises:
         UsageError: the metric is unknown.
-        ValueError: there is no output, or one has no reference.
+        ValueError: there is no output, one has no reference, or a text stands for a list.
     """
     if not outputs:
         raise ValueError("no outputs to score")
+    if isinstance(outputs, str):
+        raise ValueError("outputs must be a list; a text would be scored letter by letter")
     shares = [_share(metric, *one) for one in zip(outputs, expected, strict=True)]
-    return round(sum(shares) / len(shares) * FULL_SCORE, 2)
+    return 0.0 if expected[0][0] is None else round(sum(shares) / len(shares) * FULL_SCORE, 2)
 
 
 def _share(metric: str, output: str, expected: Sequence[str | None]) -> float:
@@ -66,6 +72,8 @@ def _share(metric: str, output: str, expected: Sequence[str | None]) -> float:
         raise unknown_name("metric", metric, METRICS)
     if not expected:
         raise ValueError("an output needs at least one reference")
+    if isinstance(expected, str):
+        raise ValueError("references must be a list; a text would be looked for letter by letter")
     text = postprocess(output).lower()
     return METRICS[metric](
         [float(reference is not None and reference.lower() in text) for reference in expected]
@@ -82,3 +90,9 @@ def _match_part(found: Sequence[float]) -> float:
 
 METRICS: dict[str, Callable[[Sequence[float]], float]] = {"all": _match_all, "part": _match_part}
 """Match rules by name; each takes 1.0 or 0.0 a reference and returns the share earned."""
+
+
+if __name__ == "__main__":
+    from ruler_bench.score_files import main  # (imports this module under its own name)
+
+    sys.exit(main())

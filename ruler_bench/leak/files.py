@@ -70,8 +70,7 @@ def read_source(path: Path) -> Source:
     path = answers_file(path)
     if path.name == RECORDS and path.parent.joinpath(MANIFEST).exists():
         return _recorded(path)
-    _check_kind(path)
-    rows, notes = _rows(path)
+    rows, notes = json_rows(path)
     keys = set(rows[0])
     if {"arm", "step", "ordinal"} <= keys:
         return _recorded(path)
@@ -83,6 +82,16 @@ def read_source(path: Path) -> Source:
         f"{path}: its lines are neither records (arm, step, ...), predictions (pred, outputs, ...) "
         f"nor lm-eval's samples (doc_id, resps, ...); the first has {', '.join(sorted(keys)[:6])}."
     )
+
+
+def json_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the objects of a file of answers, and what is to be said about it.
+
+    Raises:
+        UsageError: it cannot be read, is something else, is damaged, or is empty.
+    """
+    _check_kind(path)
+    return _rows(path)
 
 
 def answers_file(path: Path) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def write_predictions(folder: Path, run: Run, samples: Iterable[Sample]) -> None
     with (target / f"{task}.jsonl").open("w", encoding="utf-8", newline="\n") as file:
         for record in records:
             file.write(_line(record, by_ordinal[record.ordinal]))
-    _write_summary(target / f"summary-{task}.csv", task, run.manifest["metric"], records)
+    scored = _scored(task, run.manifest["metric"], records)
+    write_reference_summary(target / f"summary-{task}.csv", [scored])
 
 
 def _line(record: Record, sample: Sample) -> str:
@@ -60,14 +62,37 @@ def _line(record: Record, sample: Sample) -> str:
     return json.dumps(row) + "\n"
 
 
-def _write_summary(path: Path, task: str, metric: str, records: Sequence[Record]) -> None:
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the reference's summary says of a task."""
+
+    task: str
+    score: float
+    nulls: int
+    samples: int
+
+
+def _scored(task: str, metric: str, records: Sequence[Record]) -> Scored:
     outputs = [record.output or "" for record in records]
     expected = [record.expected for record in records]
     # The reference scores nothing as 0.
     score = cell_score(metric, outputs, expected) if records else 0.0
-    nulls = sum(is_null(output) for output in outputs)
+    return Scored(task, score, sum(is_null(output) for output in outputs), len(outputs))
+
+
+def write_reference_summary(path: Path, tasks: Sequence[Scored]) -> None:
+    """Write the reference's summary of some tasks: a column each.
+
+    Raises:
+        OSError: the file cannot be written, or the disk is full.
+    """
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(
-            # The first line is what pandas writes for columns without names.
-            [[0, 1], ["Tasks", task], ["Score", score], ["Nulls", f"{nulls}/{len(outputs)}"]]
+            [
+                # The first line is what pandas writes for columns without names.
+                range(len(tasks) + 1),
+                ["Tasks", *(one.task for one in tasks)],
+                ["Score", *(one.score for one in tasks)],
+                ["Nulls", *(f"{one.nulls}/{one.samples}" for one in tasks)],
+            ]
         )
