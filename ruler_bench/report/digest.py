@@ -7,13 +7,13 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ruler_bench.records import Record
 from ruler_bench.report.depth import by_depth
 from ruler_bench.report.provenance import KEYS_LEFT_OUT
-from ruler_bench.report.rows import Row, Run, build_row, finished
+from ruler_bench.report.rows import Row, Run, build_row, finished, varied_settings
 from ruler_bench.report.text import visible
 from ruler_bench.score import is_null
 
@@ -136,6 +136,15 @@ def digest(run: Run, number: int = 0, folder: str = "", failures_only: int | Non
         scores=array("d", [by_ordinal[one] for one in ordinals]),
         shown=tuple(_shown(one) for one in kept),
     )
+
+
+def with_settings(digests: Sequence[Digest]) -> list[Digest]:
+    """Return the digests with the settings in which their runs differ."""
+    settings = varied_settings([one.manifest for one in digests])
+    return [
+        replace(one, row=replace(one.row, settings=text))
+        for one, text in zip(digests, settings, strict=True)
+    ]
 
 
 def state_of(record: Record) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ruler_bench.report.depth import BINS
-from ruler_bench.report.digest import STATES, Digest, Shown, digest, total_kinds
+from ruler_bench.report.digest import STATES, Digest, Shown, digest, total_kinds, with_settings
 from ruler_bench.report.provenance import shared_and_own
-from ruler_bench.report.rows import Row, Run, varied_settings
+from ruler_bench.report.rows import Row, Run
 from ruler_bench.report.tables import COLUMNS, shown_columns
 from ruler_bench.report.text import human_number, human_seconds, visible
 
@@ -138,15 +138,6 @@ def write_page(
 def tails_of(prompts: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the ends of prompts, printable, by hash."""
     return {key: visible(text[-TAIL_CHARACTERS:]) for key, text in prompts}
-
-
-def with_settings(digests: Sequence[Digest]) -> list[Digest]:
-    """Return the digests with the settings in which their runs differ."""
-    settings = varied_settings([one.manifest for one in digests])
-    return [
-        replace(one, row=replace(one.row, settings=text))
-        for one, text in zip(digests, settings, strict=True)
-    ]
 
 
 def name_parts(row: Row) -> list[str]:

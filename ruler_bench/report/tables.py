@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from ruler_bench.report.rows import Row, Run, build_rows
 from ruler_bench.report.text import (
+    csv_cell,
     human_bytes,
     human_number,
     human_percent,
@@ -80,16 +81,13 @@ GAP = 2
 def write_summary(path: Path, rows: Iterable[Row]) -> None:
     """Write one line a run with plain numbers; column names are the fields of Row.
 
-    Names are written as `visible` shows them, so that a run is one line whatever they hold.
+    Names are written by `csv_cell`, so that a run is one line whatever they hold.
     """
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in dataclasses.fields(Row))
         for row in rows:
-            writer.writerow(
-                visible(value) if isinstance(value, str) else value
-                for value in dataclasses.astuple(row)
-            )
+            writer.writerow(map(csv_cell, dataclasses.astuple(row)))
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 SHOWN_CHARACTERS = 200
 
@@ -34,6 +35,18 @@ def markdown_cell(text: str, limit: int | None = SHOWN_CHARACTERS) -> str:
     different renderers, an entity does not. Underscores within a word have no meaning and stay.
     """
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", visible(text, limit))
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a value for a CSV file: text on one line, and none that a spreadsheet runs.
+
+    Excel and others take text that begins with one of = + - @ as a formula; an apostrophe before it
+    keeps it text. Numbers stay numbers.
+    """
+    if not isinstance(value, str):
+        return value
+    line = visible(value)
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
 
 
 def code_block(lines: list[str]) -> str:

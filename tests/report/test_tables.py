@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 
 from ruler_bench.report import Row, build_row, terminal_table
 from ruler_bench.report.tables import COLUMNS, NOT_ALWAYS, markdown_runs, write_summary
-from ruler_bench.report.text import visible
+from ruler_bench.report.text import csv_cell, visible
 
 NAMES = st.text(
     alphabet=st.one_of(
@@ -47,6 +47,14 @@ def test_summary_reads_back_as_numbers(record, run, tmp_path):
     assert pd.isna(second["score"])
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-2+3", "@SUM(A1)", "plain", "'=x", "a=b"])
+def test_no_cell_is_a_formula(record, run, tmp_path, name):
+    write_summary(tmp_path / "summary.csv", [build_row(run(record(0), model=name))])
+    (line,) = csv.DictReader(io.StringIO((tmp_path / "summary.csv").read_text()))
+    assert line["model"][0] not in "=+-@"
+    assert line["model"].removeprefix("'") == name.removeprefix("'")
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(task=NAMES, model=NAMES)
 def test_summary_stays_well_formed_whatever_the_names(record, run, tmp_path, task, model):
@@ -55,7 +63,7 @@ def test_summary_stays_well_formed_whatever_the_names(record, run, tmp_path, tas
     text = path.read_bytes().decode("utf-8")
     assert len(text.splitlines()) == 3
     lines = list(csv.DictReader(io.StringIO(text, newline="")))
-    names = (visible(task), visible(model))
+    names = (csv_cell(task), csv_cell(model))
     assert [(line["task"], line["model"]) for line in lines] == [names] * 2
     assert all(line["correct"] == "1" for line in lines)
 
