@@ -27,6 +27,8 @@ from ruler_bench.leak.diagnose import arms_of_diagnosis
 from ruler_bench.streams import SAMPLE, streams
 from ruler_bench.suites import Suite, check_engine_per, suite_tasks
 from ruler_bench.tasks import TaskSpec, make_task
+from ruler_bench.tasks.template import CHAT
+from ruler_bench.tokenizer import PLAIN, Chat
 
 MAX_SEED = 2**32 - 1
 PACKAGED_PREFIX = "package:"
@@ -75,6 +77,8 @@ class DataConfig:
     seed: int = 42
     template: str = "base"
     tokenizer: str | None = None
+    system: str | None = None
+    thinking: bool | None = None
     qa_data: str | None = None
     data: str | None = None
 
@@ -189,6 +193,7 @@ class Cell:
         length: tokens of prompt and generation together.
         ordinals: the samples to run, ascending.
         seed, template: of the data.
+        chat: what the model's own chat template is given, with template=chat.
         tokenizer: as the user named it; the model's where they named none.
         backend: name of the configuration.
         backend_settings: the composed backend configuration, `_target_` included.
@@ -240,6 +245,7 @@ class Cell:
     is_diagnosis: bool = False
     qa_data: str | None = None
     data: str | None = None
+    chat: Chat = PLAIN
     suite: Suite | None = None
 
     def settings(self) -> dict[str, Any]:
@@ -253,6 +259,7 @@ class Cell:
             "seed": self.seed,
             "template": self.template,
             "tokenizer": portable_path(self.tokenizer),
+            **{key: one for key, one in dataclasses.asdict(self.chat).items() if one is not None},
             **{key: portable_path(path) for key, path in self.data_folders().items()},
             "backend": {"name": self.backend, **shareable(self.backend_settings)},
             "model": {"name": self.model, "path": portable_path(self.model_path)},
@@ -616,6 +623,31 @@ def check_data_keys(config: DictConfig) -> None:
         folder = config[key]
         if folder is not None and not Path(folder).expanduser().is_dir():
             raise UsageError(f"{key}={folder}: is no folder.")
+    for key in ("system", "thinking"):
+        if config[key] is not None:
+            check_chat_key(config, key)
+
+
+def check_chat_key(config: DictConfig, key: str) -> None:
+    """Refuse a setting of chats that would be dropped.
+
+    Raises:
+        UsageError: there is no chat template, or nothing to put into it.
+    """
+    if config.template != CHAT:
+        raise UsageError(
+            f"{key}: template={config.template} has no place for it; add template=chat, or leave "
+            "it out."
+        )
+    if config.data is not None:
+        raise UsageError(f"{key}: the samples of data={config.data} are asked as they are.")
+    if key == "system" and not config.system.strip():
+        raise UsageError("system: is blank; write the message, or leave it out.")
+
+
+def chat_of(config: DictConfig) -> Chat:
+    """Return what the chat template is given beside the user's message."""
+    return Chat(config.system, config.thinking)
 
 
 def cells(
@@ -695,6 +727,7 @@ def cells(
             ordinals=ordinals,
             seed=config.seed,
             template=config.template,
+            chat=chat_of(config),
             tokenizer=tokenizer,
             qa_data=config.qa_data,
             data=config.data,

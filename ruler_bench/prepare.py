@@ -23,6 +23,7 @@ from ruler_bench.cli import (
 from ruler_bench.config import (
     MAX_LENGTH,
     PrepareConfig,
+    chat_of,
     check_data_keys,
     check_int,
     check_keys,
@@ -68,7 +69,7 @@ def job(config: DictConfig) -> JobResult:
         length=config.length,
         seed=config.seed,
         template=config.template,
-        tokenizer=load_tokenizer(name),
+        tokenizer=load_tokenizer(name, chat_of(config)),
         qa_data=folder_of(config.qa_data),
         data=folder_of(config.data),
     )

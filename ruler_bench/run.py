@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from backends.base import ConfigurationError, Generation, Request, RequestError
 from ruler_bench import manifest, model_files
 from ruler_bench.answer import check_answer
+from ruler_bench.answer_prefix import check_answer_prefix
 from ruler_bench.config import Cell, NamedBackend, as_indices
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.folders import cache_dir, folder_of
@@ -213,6 +214,7 @@ def prepared(
         keep=keep,
     )
     bench.questions.load(step for one in bench.streams for step in one.steps)
+    check_answer_prefix(bench.questions.samples(), cell.task)
     check_tokens(bench)
     bench.journal.verify(recorded_streams(bench), bench.questions, cell)
     return bench
@@ -377,9 +379,9 @@ def load_tokenizers(cell: Cell, model: Path) -> tuple[Tokenizer, Tokenizer]:
     serves as the model's too where that folder has none.
     """
     if cell.tokenizer == cell.model_path:
-        own = load_tokenizer(str(model))
+        own = load_tokenizer(str(model), cell.chat)
         return own, own
-    counter = load_tokenizer(cell.tokenizer)
+    counter = load_tokenizer(cell.tokenizer, cell.chat)
     return counter, load_tokenizer(str(model)) if has_tokenizer(model) else counter
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +63,22 @@ NAMED_SPECIAL_TOKENS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a chat template is given beside the user's message.
+
+    Attributes:
+        system: the system message, or None for none.
+        thinking: the template's `enable_thinking`, or None for its own default.
+    """
+
+    system: str | None = None
+    thinking: bool | None = None
+
+
+PLAIN = Chat()
+
+
 class Tokenizer(Protocol):
     """Text to tokens and back.
 
@@ -108,8 +125,12 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, chat: Chat = PLAIN) -> Tokenizer:
     """Load a tokenizer by folder, tiktoken encoding or hub name.
+
+    Args:
+        name: which one.
+        chat: what `chat_prompt` gives the chat template beside the user's message.
 
     Raises:
         UsageError: nothing by that name, or it cannot be loaded.
@@ -124,13 +145,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from error
     if is_folder:
         if (folder / "tokenizer.json").is_file():
-            return FolderTokenizer(name, folder)
+            return FolderTokenizer(name, folder, chat)
         if (folder / "tokenizer.json").exists():
             raise UsageError(
                 f"{folder / 'tokenizer.json'} is no regular file; put the tokenizer's file there."
             )
         if any((folder / file).is_file() for file in OTHER_TOKENIZER_FILES):
-            return TransformersTokenizer(name, folder)
+            return TransformersTokenizer(name, folder, chat)
         raise UsageError(
             f"tokenizer {name!r}: the folder holds no tokenizer; expected tokenizer.json"
             f" or one of {', '.join(OTHER_TOKENIZER_FILES)}."
@@ -140,7 +161,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if folder.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         what = "is a file" if folder.exists() else "does not exist"
         raise UsageError(f"tokenizer {name!r} {what}; give a folder, a hub name or an encoding.")
-    return TransformersTokenizer(name, None)
+    return TransformersTokenizer(name, None, chat)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -158,10 +179,11 @@ class FolderTokenizer:
         UsageError: a file of the folder cannot be read.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, chat: Chat = PLAIN) -> None:
         from tokenizers import Tokenizer as BackendTokenizer  # noqa: PLC0415
 
         self.name = name
+        self._chat = chat
         self._folder = folder
         self._config = _read_config(folder)
         try:
@@ -211,7 +233,7 @@ class FolderTokenizer:
             for key in NAMED_SPECIAL_TOKENS
             if (text := _token_text(self._config.get(key))) is not None
         }
-        return render_chat(self.name, template, user, tokens)
+        return render_chat(self.name, template, user, tokens, self._chat)
 
     def _encode(self, texts: Sequence[str]) -> list[Encoding]:
         return self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -312,15 +334,17 @@ class TransformersTokenizer:
     Args:
         name: as the user gave it.
         folder: where it lies, or None for a hub name.
+        chat: see `load_tokenizer`.
 
     Raises:
         UsageError: it cannot be loaded.
     """
 
-    def __init__(self, name: str, folder: Path | None) -> None:
+    def __init__(self, name: str, folder: Path | None, chat: Chat = PLAIN) -> None:
         from transformers import AutoTokenizer  # noqa: PLC0415 (seconds)
 
         self.name = name
+        self._chat = chat
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 name if folder is None else str(folder), local_files_only=folder is not None
@@ -374,7 +398,8 @@ class TransformersTokenizer:
         if not self._tokenizer.chat_template:
             raise _no_chat_template(self.name)
         tokens = {key: str(text) for key, text in self._tokenizer.special_tokens_map.items()}
-        return render_chat(self.name, self._tokenizer.get_chat_template(), user, tokens)
+        template = self._tokenizer.get_chat_template()
+        return render_chat(self.name, template, user, tokens, self._chat)
 
     def _hash_content(self, backend: Any) -> str:
         content: dict[str, Any] = {

@@ -39,7 +39,7 @@ from ruler_bench.run import (
 )
 from ruler_bench.streams import AGING_ORDINALS, Step
 from ruler_bench.tasks import make_task
-from ruler_bench.tokenizer import Tokenizer
+from ruler_bench.tokenizer import Chat, Tokenizer
 
 TIMEOUT_SECONDS = 3600.0
 PROCESS, IN_PROCESS = "process", "inprocess"
@@ -197,6 +197,11 @@ def rebuilt(run: RunFolder, victim: Record, overrides: Sequence[str]) -> Rebuilt
             f"{victim.position} requests came before ordinal {victim.ordinal}, and "
             f"{len(before) - 1} of them are still recorded"
         )
+    if victim.earlier_requests:
+        notes.append(
+            f"{victim.earlier_requests} requests of earlier tasks came before, which are not asked "
+            "here"
+        )
     return Rebuilt(replace(engine, max_model_len=context), model, encoder, asks, tuple(notes))
 
 
@@ -220,6 +225,7 @@ def cell_of(run: RunFolder, arm: str) -> Cell:
             ordinals=tuple(sorted(one for one in ordinals if one < AGING_ORDINALS)),
             seed=config["seed"],
             template=config["template"],
+            chat=Chat(config.get("system"), config.get("thinking")),
             tokenizer=config["tokenizer"],
             qa_data=config.get("qa_data"),
             data=config.get("data"),
