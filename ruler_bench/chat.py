@@ -54,6 +54,8 @@ def render_chat(
     turn = [{"role": "user", "content": user}]
     if chat.system is None:
         return _checked(name, template, turn, special_tokens, chat)
+    if user in chat.system:
+        raise UsageError(f"system: must not hold {user!r}, which is the user's message.")
     try:
         text = _render(
             template, [{"role": "system", "content": chat.system}, *turn], special_tokens, chat

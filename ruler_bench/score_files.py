@@ -206,7 +206,7 @@ def _kind(value: Any) -> str:
 
 
 def table(found: Sequence[Predictions], scored: Sequence[Scored]) -> str:
-    """Return a line for each task, and the means of each folder as far as its tasks go."""
+    """Return a line for each task, and the means as far as the tasks go."""
     lines = [
         [one.task, str(one.samples), f"{one.score:.2f}", str(one.nulls), visible(_shown(of))]
         for of, one in zip(found, scored, strict=True)
@@ -226,16 +226,21 @@ def _shown(found: Predictions) -> str:
 
 
 def _mean_lines(found: Sequence[Predictions], scored: Sequence[Scored]) -> Iterator[str]:
-    folders = list(dict.fromkeys(one.files[0].parent for one in found))
-    for folder in folders:
-        here = [one for of, one in zip(found, scored, strict=True) if of.files[0].parent == folder]
-        tasks = [one.task for one in here]
-        scores = {one.task: one.score for one in here if tasks.count(one.task) == 1}
+    """Yield the means over all files, or by folder where a task is there more than once."""
+    tasks = [one.task for one in scored]
+    is_one_run = len(set(tasks)) == len(tasks)
+    groups: dict[str, list[Scored]] = {}
+    for of, one in zip(found, scored, strict=True):
+        name = "all files" if is_one_run else visible(str(of.files[0].parent))
+        groups.setdefault(name, []).append(one)
+    for name_of_group, here in groups.items():
+        names = [one.task for one in here]
+        scores = {one.task: one.score for one in here if names.count(one.task) == 1}
         told = {name: mean_of(scores, group) for name, group in FAMILIES.items() if len(group) > 1}
         told["mean of 13"] = mean_of(scores, TASKS)
         known = [f"{name} {mean:.2f}" for name, mean in told.items() if mean is not None]
         if known:
-            yield f"{visible(str(folder))}: {', '.join(known)}"
+            yield f"{name_of_group}: {', '.join(known)}"
 
 
 def write_summary(folder: Path, scored: Sequence[Scored]) -> Path:

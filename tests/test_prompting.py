@@ -55,6 +55,7 @@ def test_system_and_thinking_are_rendered_as_transformers_does(system, thinking)
         (DROPS, Chat(system="x"), "does not print the system message; leave system out."),
         (TURNS, Chat(thinking=True), "thinking=true: the chat template of 'mine' has no enable_"),
         (TURNS, Chat(thinking=False), "thinking=false"),
+        (TURNS, Chat(system="say hi"), "system: must not hold 'hi'"),
         ("{% for %}", Chat(thinking=True), "template=chat: the chat template of 'mine' cannot be"),
         ("{{ 1 / 0 }}", Chat(system="x"), "template=chat: the chat template of 'mine' cannot be"),
         (

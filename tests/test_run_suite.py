@@ -23,6 +23,8 @@ def custom(name):
 
 
 def rows(folder):
+    if not (folder / "records.jsonl").exists():
+        return []
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
 
 
@@ -53,6 +55,39 @@ def test_lengths_of_a_list_and_of_a_multirun(cli, workdir):
     assert len(list((workdir / "sweep").glob("*/*/records.jsonl"))) == 4
     joined = next((workdir / "results" / ".sweeps").glob("*/summary.csv"))
     assert len(joined.read_text().splitlines()) == 5
+
+
+STOPPING = """
+from odd_engines import Plain
+SERVED = []
+
+class Stopping(Plain):
+    def generate(self, request):
+        SERVED.append(request)
+        if len(SERVED) == 3:
+            raise KeyboardInterrupt
+        return super().generate(request)
+"""
+
+
+@pytest.mark.parametrize("engine_per", ["task", "suite"])
+def test_a_suite_that_was_stopped_goes_on(cli, workdir, monkeypatch, engine_per):
+    (workdir / f"stopping_{engine_per}.py").write_text(STOPPING)
+    monkeypatch.syspath_prepend(workdir)
+    mine = ("backend=custom", f"backend._target_=stopping_{engine_per}.Stopping", *ORACLE[1:], *TWO)
+    stopped = cli(*mine, f"engine_per={engine_per}", "out=here")
+    assert stopped.status == 130
+    assert stopped.err.splitlines()[-1] == "Interrupted: the same command goes on."
+    assert stopped.out.splitlines()[-1] == "Records and report: here"
+    assert not rows(workdir / "here" / "niah_multikey_2")
+    again = cli(*mine, f"engine_per={engine_per}", "out=here")
+    assert again.status == 0, again.err
+    assert "niah_single_1 1024 custom: all 2 samples are recorded" in again.err
+    found = rows(workdir / "here" / "niah_multikey_2")
+    # The engine that goes on has served nothing of the tasks before.
+    earlier = None if engine_per == "task" else 0
+    assert [row["earlier_requests"] for row in found] == [earlier, earlier]
+    assert len((workdir / "here" / "summary.csv").read_text().splitlines()) == 3
 
 
 def test_what_is_missing_is_named_before_anything_runs(cli, workdir):

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from ruler_bench.config import config_dir
 from ruler_bench.score import cell_score, score
 from ruler_bench.score_files import main
+from ruler_bench.suites import task_names
 
 QA = ("qa_1", "qa_2")
 
@@ -137,11 +139,21 @@ def test_chunks_count_together_and_a_folder_has_its_means(run_score, workdir):
     ]
     assert finished.out.splitlines()[5:] == [f"{workdir / 'a'}: qa 66.66"]
     assert "qa_2 is there twice" in run_score(*parts, "--out", "out").err
-    summary = run_score(*parts[:3], "--out", "out").out.splitlines()[-1]
-    assert summary == "Summary: out/summary.csv"
+    *_, mean, summary = run_score(*parts[:3], "--out", "out").out.splitlines()
+    assert (mean, summary) == ("all files: qa 66.66", "Summary: out/summary.csv")
     assert (workdir / "out" / "summary.csv").read_text() == (
         "0,1,2\nTasks,qa_1,qa_2\nScore,33.33,100.0\nNulls,0/3,0/1\n"
     )
+
+
+def test_files_of_all_thirteen_tasks_have_their_mean(run_score, workdir):
+    files = [
+        write(workdir / task / f"{task}.jsonl", [row("x", ["y" if task in QA else "x"])])
+        for task in task_names(config_dir())
+    ]
+    last = run_score(*files).out.splitlines()[-1]
+    assert last == "all files: retrieval 100.00, aggregation 100.00, qa 0.00, mean of 13 84.62"
+    assert "mean of 13" not in run_score(*files[1:]).out
 
 
 def test_text_in_place_of_a_list_is_one_reference_and_said(run_score, workdir):
