@@ -22,7 +22,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.leak.arms import ENGINE_PER_SAMPLE, ONE_ENGINE
@@ -42,6 +43,11 @@ from ruler_bench.leak.join import (
 from ruler_bench.leak.report import markdown_verdict, terminal_verdict, write_verdict
 from ruler_bench.leak.verdict import Verdict, audited, judge
 from ruler_bench.records import Record
+
+if TYPE_CHECKING:
+    import pandas
+
+    from ruler_bench.frames import Runs
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 BY_PLACE = (PERSISTENT, FRESH, FRESH_AGAIN, REFERENCE)
@@ -317,6 +323,17 @@ def write(folder: Path, verdict: Verdict) -> None:
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be written ({error.strerror}).") from error
 
+
+class _Callable(ModuleType):
+    """`ruler_bench.compare` is this module once it is imported, and a function of Python before."""
+
+    def __call__(self, a: Runs, b: Runs | None = None) -> pandas.DataFrame:
+        from ruler_bench.frames import compare as call  # noqa: PLC0415 (pandas takes half a second)
+
+        return call(a, b)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     sys.exit(main())
