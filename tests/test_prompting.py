@@ -1,5 +1,6 @@
 """Prompts as engines get them: system messages, thinking, BOS once, and the answer prefix last."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -123,12 +124,10 @@ def test_they_reach_the_prompt_and_the_manifest(cli, workdir, model):
 
 
 BAD = {
-    ("system=x",): (TURNS, "system: template=base has no place for it; add template=chat"),
+    ("template=Phi3", "system=x"): (TURNS, "system: template=Phi3 has no place for it; add"),
     ("thinking=true",): (TURNS, "thinking: template=base has no place for it"),
-    ("template=Phi3", "system=x"): (TURNS, "system: template=Phi3 has no place for it"),
     ("template=chat", "system=' '"): (TURNS, "system: is blank"),
     ("template=chat", "thinking=maybe"): (TURNS, "thinking=maybe: must be true or false"),
-    ("template=chat", "thinking=true"): (TURNS, "has no enable_thinking to set"),
     ("template=chat", "system=x"): (REFUSES + TURNS, "takes no system message (no system role)"),
     ("template=chat", "data=.", "system=x"): (TURNS, "the samples of data=. are asked as they are"),
     ("template=chat",): (None, "has no chat template; use template=base"),
@@ -166,15 +165,14 @@ def test_bos_is_there_exactly_once_where_there_is_one(model, adds_bos, template)
 def test_every_tasks_prompts_end_with_its_prefix(name):
     task = task_from_file(config_dir(), name)
     tokenizer = load_tokenizer(str(model_folder("package:probe")))
-    for template in ("base", "meta-llama3"):
-        spec = DataSpec(task, 1800, 42, template, tokenizer, qa_data=QA)
-        (sample,) = generate(spec, 1)
-        joined = replace(sample, input=sample.prompt, answer_prefix="")
-        check_answer_prefix([sample, joined], task)
-        with pytest.raises(UsageError, match="ordinal 0: the prompt does not end with the answer"):
-            check_answer_prefix([replace(sample, answer_prefix="")], task)
-        with pytest.raises(UsageError, match="would be sent twice"):
-            check_answer_prefix([replace(sample, input=sample.prompt)], task)
+    template = "base" if task.kind == "niah" else "meta-llama3"
+    (sample,) = generate(DataSpec(task, 1800, 42, template, tokenizer, qa_data=QA), 1)
+    joined = replace(sample, input=sample.prompt, answer_prefix="")
+    check_answer_prefix([sample, joined], task)
+    with pytest.raises(UsageError, match="ordinal 0: the prompt does not end with the answer"):
+        check_answer_prefix([replace(sample, answer_prefix="")], task)
+    with pytest.raises(UsageError, match="would be sent twice"):
+        check_answer_prefix([replace(sample, input=sample.prompt)], task)
 
 
 def test_ready_made_samples_without_their_prefix_are_refused(cli, workdir):
@@ -188,3 +186,29 @@ def test_ready_made_samples_without_their_prefix_are_refused(cli, workdir):
         finished.err
     )
     assert len(finished.err.splitlines()) == 1
+
+
+SEEING = """
+import dataclasses
+from odd_engines import Plain
+
+class Seeing(Plain):
+    def generate(self, request):
+        seen = len(request.prompt_token_ids) + 7
+        return dataclasses.replace(super().generate(request), prompt_tokens=seen)
+"""
+
+
+def test_the_record_keeps_the_prompts_hash_and_the_tokens_that_the_engine_saw(
+    cli, workdir, monkeypatch
+):
+    (workdir / "seeing.py").write_text(SEEING)
+    for folder in (workdir, Path(__file__).parent):
+        monkeypatch.syspath_prepend(folder)
+    mine = ("backend=custom", "backend._target_=seeing.Seeing", *ORACLE[1:])
+    assert cli(*mine, "out=here").status == 0
+    record = json.loads((workdir / "here" / "records.jsonl").read_text())
+    line = json.loads((workdir / "here" / "predictions" / "niah_single_1.jsonl").read_text())
+    tokens = load_tokenizer(str(model_folder("package:probe"))).encode_prompt(line["input"])
+    assert record["prompt_tokens"] == len(tokens) + 7
+    assert record["prompt_sha256"] == hashlib.sha256(line["input"].encode()).hexdigest()
