@@ -132,6 +132,7 @@ class Backend(Protocol):
         """Continue the prompt greedily.
 
         Raises:
+            PromptTooLong: prompt and generation are more than max_model_len tokens.
             RequestError: this request failed; the engine can take the next one.
         """
         ...
@@ -143,7 +144,9 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the device, processes and ports. A second call does nothing."""
+        """Free the device, processes and ports; afterwards `generate` raises. A second call does
+        nothing.
+        """
         ...
 
 

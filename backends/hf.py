@@ -98,7 +98,8 @@ class TransformersBackend:
             PromptTooLong: prompt and generation exceed max_model_len.
             OutOfMemory: the device ran out of memory; the request's memory is freed.
             NonFiniteLogits: a token's logits hold NaN or infinity.
-            RequestError: the prompt is empty or holds an id outside the model's vocabulary.
+            RequestError: the prompt is empty or holds an id outside the model's vocabulary, nothing
+                is to be generated, or the engine is closed.
         """
         self._check(request)
         if self._device.type == "cuda":
@@ -137,6 +138,10 @@ class TransformersBackend:
         self._free_device_memory()
 
     def _check(self, request: Request) -> None:
+        if self._model is None:
+            raise RequestError("the engine is closed")
+        if request.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens={request.max_new_tokens} is below 1")
         prompt = request.prompt_token_ids
         total_tokens = len(prompt) + request.max_new_tokens
         if total_tokens > self._max_model_len:
@@ -148,10 +153,10 @@ class TransformersBackend:
             # transformers would make up a prompt of its own here.
             raise RequestError("the prompt holds no tokens")
         vocabulary_tokens = self._model.get_input_embeddings().num_embeddings
-        if max(prompt) >= vocabulary_tokens:
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary_tokens:
             raise RequestError(
-                f"the prompt holds token id {max(prompt)} and the model has {vocabulary_tokens} "
-                "tokens: the tokenizer is not the model's"
+                f"the prompt holds token ids from {min(prompt)} to {max(prompt)} and the model has "
+                f"{vocabulary_tokens} tokens: the tokenizer is not the model's"
             )
 
     def _continue(self, request: Request, trace: _Trace) -> tuple[int, ...]:

@@ -54,13 +54,17 @@ class Oracle:
         self._script = script
         self._answers = None if script is None else _read_script(script)
         self._served = 0
+        self._is_open = True
 
     def generate(self, request: Request) -> Generation:
         """Answer one request.
 
         Raises:
-            RequestError: its position is in `fail`, or there is no answer to the prompt.
+            RequestError: its position is in `fail`, there is no answer to the prompt, or the oracle
+                is closed.
         """
+        if not self._is_open:
+            raise RequestError("the oracle is closed")
         start = time.perf_counter()
         position = self._served
         self._served += 1
@@ -93,7 +97,8 @@ class Oracle:
         }
 
     def close(self) -> None:
-        """Do nothing: there is no device to free."""
+        """Answer no more; there is no device to free."""
+        self._is_open = False
 
 
 def answer_from_needles(prompt: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -100,10 +101,10 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     for key, instead in OWN_KEYS.items():
         if settings.get(key) is not None:
             raise UsageError(f"backend.{key}: set {instead} instead, which all parts follow.")
-    hints = _hints(factory)
-    names = {one.name for one in parameters if not _holds_tensors(hints.get(one.name))}
+    hints = parameter_hints(factory)
+    names = {one.name for one in parameters if not holds_tensors(hints.get(one.name))}
     for key in settings:
-        if _holds_tensors(hints.get(key)):
+        if holds_tensors(hints.get(key)):
             raise UsageError(
                 f"backend.{key}: takes tensors, which only a caller in Python can give; leave it "
                 "out here."
@@ -118,7 +119,7 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     return factory
 
 
-def _hints(factory: Callable[..., Backend]) -> dict[str, Any]:
+def parameter_hints(factory: Callable[..., Backend]) -> dict[str, Any]:
     """Return the annotations of a factory's parameters; none where they cannot be resolved."""
     try:
         return get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
@@ -126,10 +127,11 @@ def _hints(factory: Callable[..., Backend]) -> dict[str, Any]:
         return {}
 
 
-def _holds_tensors(hint: Any) -> bool:
+def holds_tensors(hint: Any) -> bool:
+    """Tell whether an annotation is, or contains, torch's Tensor."""
     if getattr(hint, "__module__", "") == "torch" and getattr(hint, "__name__", "") == "Tensor":
         return True
-    return any(_holds_tensors(one) for one in get_args(hint))
+    return any(holds_tensors(one) for one in get_args(hint))
 
 
 def _check_types(hints: Mapping[str, Any], settings: dict[str, Any]) -> None:
@@ -168,8 +170,7 @@ def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
             built is no backend.
         Exception: whatever else the constructor raised.
     """
-    factory = checked_factory(settings)
-    backend = factory(**_arguments(factory, settings, harness))
+    backend = bound_factory(settings, harness)()
     missing = [name for name in METHODS if not callable(getattr(backend, name, None))]
     if missing:
         raise UsageError(
@@ -177,6 +178,16 @@ def start_backend(settings: dict[str, Any], harness: dict[str, Any]) -> Backend:
             f"{' and no method '.join(missing)}; backends/base.py says what each one does."
         )
     return backend
+
+
+def bound_factory(settings: dict[str, Any], harness: dict[str, Any]) -> functools.partial[Backend]:
+    """Return what builds the engine, with all of its arguments; see `start_backend`.
+
+    Raises:
+        UsageError: a setting is unknown or cannot be honoured.
+    """
+    factory = checked_factory(settings)
+    return functools.partial(factory, **_arguments(factory, settings, harness))
 
 
 def _arguments(

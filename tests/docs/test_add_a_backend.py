@@ -7,15 +7,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ruler_bench.config_packages import config_packages
+from ruler_bench.testing.__main__ import main as check_command
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "add_a_backend.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 FILES = {name: text for _, name, text in BLOCKS if name}
+TEST = "test_my_engine.py"
 COMMANDS = [
     shlex.split(line) for kind, _, text in BLOCKS if kind == "sh" for line in text.splitlines()
 ]
@@ -66,14 +69,15 @@ def run(arguments, folder, path):
     )
 
 
-def test_the_page_has_three_files_of_under_60_lines_and_five_commands():
-    assert set(FILES) == {
+def test_the_page_has_three_files_of_under_60_lines_their_test_and_six_commands():
+    assert set(FILES) - {TEST} == {
         "pyproject.toml",
         "my_engine/__init__.py",
         "my_engine/configs/backend/my_engine.yaml",
     }
-    assert sum(len(text.splitlines()) for text in FILES.values()) < 60
-    assert [one[:2] for one in COMMANDS] == [["pip", "install"]] + 4 * [["python", "-m"]]
+    lines = {name: len(text.splitlines()) for name, text in FILES.items()}
+    assert sum(lines.values()) - lines[TEST] < 60
+    assert [one[0] for one in COMMANDS] == ["pip"] + 5 * ["python"]
 
 
 def test_once_installed_it_is_a_backend_like_ours(installed, tmp_path):
@@ -111,6 +115,19 @@ def test_without_a_package_it_is_a_class_of_the_folder(project, cli, monkeypatch
     finished = cli(*command("backend=custom"))
     assert finished.status == 0, finished.err
     assert list(workdir.glob("results/*/records.jsonl"))
+
+
+@pytest.mark.usefixtures("in_reach")
+def test_it_keeps_the_contract_in_its_own_test_and_from_the_command_line(cli, project):
+    names: dict[str, Any] = {}
+    exec(compile(FILES[TEST], TEST, "exec"), names)
+    names["test_my_engine_keeps_the_contract"]()
+    (arguments,) = [one[3:] for one in COMMANDS if one[2:3] == ["ruler_bench.testing"]]
+    finished = cli(*arguments, entry=check_command)
+    assert (finished.status, finished.out.count("BROKEN")) == (0, 0)
+    broken = cli(*arguments, KEY, entry=check_command)
+    assert broken.status == 1
+    assert "the answer is another prompt's" in broken.out
 
 
 @pytest.mark.usefixtures("in_reach")
