@@ -110,7 +110,7 @@ def from_line(line: str) -> Record:
         ValueError: the line is no JSON object with a record's fields, each of its type.
     """
     try:
-        values = json.loads(line, parse_constant=_refuse_constant)
+        values = _DECODER.decode(line)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(values, dict):
@@ -118,10 +118,14 @@ def from_line(line: str) -> Record:
     missing, unknown = _REQUIRED - values.keys(), values.keys() - _FIELDS
     if missing or unknown:
         raise ValueError(f"not a record: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    hints, plain = _hints(), _plain_types()
+    hints, plain, elements = _hints(), _plain_types(), _element_types()
     for name, one in values.items():
         # Nearly every value is of its type as it is: a large report reads a million lines.
-        if type(one) not in plain[name]:
+        if type(one) in plain[name]:
+            continue
+        if type(one) is list and set(map(type, one)) == elements.get(name):
+            values[name] = tuple(one)
+        else:
             values[name] = _typed(name, one, hints[name])
     return Record(**values)
 
@@ -140,12 +144,26 @@ def _plain_types() -> dict[str, frozenset[type]]:
     }
 
 
+@functools.cache
+def _element_types() -> dict[str, set[type]]:
+    """Return for each field of a list the type of its elements."""
+    return {
+        name: {get_args(kind)[0]}
+        for name, hint in _hints().items()
+        for kind in _kinds(hint)
+        if get_origin(kind) is tuple
+    }
+
+
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) is UnionType else (hint,)
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"holds {name}, which JSON does not have")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
@@ -155,10 +173,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return None
     for kind in kinds:
         if get_origin(kind) is tuple and isinstance(value, list):
-            element = get_args(kind)[0]
-            if all(type(one) is element for one in value):
-                return tuple(value)
-            return tuple(_typed(name, one, element) for one in value)
+            return tuple(_typed(name, one, get_args(kind)[0]) for one in value)
         if type(value) is kind:
             return value
         if kind is float and type(value) is int and abs(value) < _EXACT_FLOAT:

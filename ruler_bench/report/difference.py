@@ -10,7 +10,7 @@ for separate samples, 2635-2650 for pairs), which does not claim certainty where
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ruler_bench.statistics import score_interval
@@ -50,8 +50,19 @@ class Difference:
         return f"{self.points:+.2f} ({self.low:+.1f} to {self.high:+.1f}) {self.mark}".rstrip()
 
 
-Scores = tuple[Sequence[int], Sequence[float]]
-"""Ordinals, each once, and the score of each, 0 to 100."""
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One side of a comparison.
+
+    Attributes:
+        ordinals: each once.
+        values: the score of each, 0 to 100.
+        interval: bounds of the mean's 95% interval, where it is known already.
+    """
+
+    ordinals: Sequence[int]
+    values: Sequence[float]
+    interval: tuple[float, float] | None = None
 
 
 def difference(mine: Scores, theirs: Scores) -> Difference | None:
@@ -59,25 +70,41 @@ def difference(mine: Scores, theirs: Scores) -> Difference | None:
 
     Where ordinals are the same in both, those are compared pair by pair and the rest is left out.
     """
-    if list(mine[0]) == list(theirs[0]):
-        return _between(mine[1], theirs[1], is_paired=True)
-    other = dict(zip(*theirs, strict=True))
-    pairs = [(one, other[ordinal]) for ordinal, one in zip(*mine, strict=True) if ordinal in other]
-    if pairs:
-        return _between(*zip(*pairs, strict=True), is_paired=True)
-    return _between(mine[1], theirs[1], is_paired=False)
+    if list(mine.ordinals) == list(theirs.ordinals):
+        return _between(mine, theirs, is_paired=True)
+    common = set(mine.ordinals) & set(theirs.ordinals)
+    if common:
+        return _between(_only(mine, common), _only(theirs, common), is_paired=True)
+    return _between(mine, theirs, is_paired=False)
 
 
-def _between(a: Sequence[float], b: Sequence[float], is_paired: bool) -> Difference | None:
-    first, second = score_interval(a), score_interval(b)
+def _only(scores: Scores, ordinals: Collection[int]) -> Scores:
+    kept = sorted(
+        (ordinal, value)
+        for ordinal, value in zip(scores.ordinals, scores.values, strict=True)
+        if ordinal in ordinals
+    )
+    return Scores([one for one, _ in kept], [value for _, value in kept])
+
+
+def _between(mine: Scores, theirs: Scores, is_paired: bool) -> Difference | None:
+    first, second = _interval(mine), _interval(theirs)
     if first is None or second is None:
         return None
+    a, b = mine.values, theirs.values
     mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
     points = mean_a - mean_b
     correlation = _correlation(a, b, mean_a, mean_b) if is_paired else 0.0
-    below = _distance(mean_a - first.low, second.high - mean_b, correlation)
-    above = _distance(first.high - mean_a, mean_b - second.low, correlation)
+    below = _distance(mean_a - first[0], second[1] - mean_b, correlation)
+    above = _distance(first[1] - mean_a, mean_b - second[0], correlation)
     return Difference(points, points - below, points + above, min(len(a), len(b)), is_paired)
+
+
+def _interval(scores: Scores) -> tuple[float, float] | None:
+    if scores.interval is not None:
+        return scores.interval
+    found = score_interval(scores.values)
+    return None if found is None else (found.low, found.high)
 
 
 def _distance(a: float, b: float, correlation: float) -> float:

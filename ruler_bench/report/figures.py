@@ -13,7 +13,7 @@ from ruler_bench.report.text import visible
 DEPTH_PNG, INDICES_PNG = "depth.png", "indices.png"
 COLOURS = ("#3b82a6", "#e0b04a", "#d1502f", "#6d4aa8")
 """Of STATES, as on the page."""
-MOST_ROWS = 60
+MOST_ROWS = 40
 DOTS_PER_INCH = 150
 
 
@@ -74,9 +74,11 @@ def _indices(path: Path, digests: Sequence[Digest]) -> None:
     for y, one in enumerate(digests):
         for shown in one.shown:
             grid[y][place[shown.ordinal]] = STATES.index(shown.state)
-    figure, axes = _axes(min(16.0, 4.0 + 0.08 * len(ordinals)), 1.4 + 0.25 * len(digests))
+    figure, axes = _axes(min(16.0, 5.5 + 0.08 * len(ordinals)), 1.4 + 0.25 * len(digests))
     axes.imshow(grid, vmin=-0.5, vmax=3.5, cmap=ListedColormap(COLOURS), aspect="auto",
                 interpolation="nearest")  # fmt: skip
+    for y in range(1, len(digests)):
+        axes.axhline(y - 0.5, color="white", linewidth=1)
     step = max(1, len(ordinals) // 10)
     axes.set_xticks(range(0, len(ordinals), step), [str(one) for one in ordinals[::step]])
     axes.set_yticks(range(len(digests)), [_name(one) for one in digests])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,20 @@ class Joined:
     cells: Mapping[Setup, Mapping[Place, Digest]]
     titles: Mapping[Setup, str]
 
+    @functools.cached_property
+    def differences(self) -> Mapping[Setup, Mapping[Place, Difference]]:
+        """How every other setup differs from the first, at the samples that both were asked."""
+        base, first = next(iter(self.cells.items()))
+        return {
+            setup: {
+                place: found
+                for place in sorted(own.keys() & first.keys())
+                if (found := difference(scores_of(own[place]), scores_of(first[place])))
+            }
+            for setup, own in self.cells.items()
+            if setup != base
+        }
+
     @property
     def places(self) -> list[Place]:
         """All samples that were asked, by task and length."""
@@ -118,8 +133,13 @@ def _titles(setups: Sequence[Setup]) -> dict[Setup, str]:
 
 
 def scores_of(one: Digest) -> Scores:
-    """Return a digest's scores by ordinal."""
-    return one.ordinals, one.scores
+    """Return a digest's scores by ordinal, with the interval that its row has of them."""
+    low, high = one.row.score_low_95, one.row.score_high_95
+    # A row counts each answer, a comparison each sample once: those that were asked several times
+    # have no such interval yet.
+    known = low is not None and high is not None and one.row.samples == len(one.scores)
+    interval = (low, high) if known and low is not None and high is not None else None
+    return Scores(one.ordinals, one.scores, interval)
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -182,7 +202,7 @@ def _setups(joined: Joined) -> Section:
     base = next(iter(joined.cells))
     rows = []
     for setup, cells in joined.cells.items():
-        parts = [one for _, one in _against(joined, base, setup)]
+        parts = list(joined.differences.get(setup, {}).values())
         whole = None if setup == base else mean_difference(parts)
         rows.append(
             [
@@ -195,8 +215,9 @@ def _setups(joined: Joined) -> Section:
                 str(sum(one.points < 0 and one.is_clear for one in parts)),
             ]
         )
+    shared = f"over the {len(common)} cells that all have" if common else "no cell is common to all"
     text = (
-        f"Mean: over the {len(common)} cells that all have. Difference: the mean over all cells in "
+        f"Mean: {shared}. Difference: the mean over all cells in "
         f"common with {joined.titles[base]}, with its 95% interval; ▲ and ▼ stand only where that "
         "excludes zero."
     )
@@ -233,23 +254,6 @@ def _by_policy(joined: Joined) -> Section:
     return Section("Models by policy", text, ["model", *policies], rows)
 
 
-def _against(joined: Joined, base: Setup, setup: Setup) -> Iterator[tuple[Place, Difference]]:
-    """Yield how a setup differs from the base, at the samples that both were asked."""
-    own, other = joined.cells[setup], joined.cells[base]
-    for place in sorted(own.keys() & other.keys()):
-        found = difference(scores_of(own[place]), scores_of(other[place]))
-        if found is not None and setup != base:
-            yield place, found
-
-
-def all_differences(joined: Joined) -> Iterator[tuple[Setup, Setup, Place, Difference]]:
-    """Yield every setup's differences from the first: setup, base, samples, difference."""
-    base = next(iter(joined.cells))
-    for setup in joined.cells:
-        for place, found in _against(joined, base, setup):
-            yield setup, base, place, found
-
-
 def _clear_differences(joined: Joined) -> Section:
     found = list(all_differences(joined))
     clear = [one for one in found if one[3].is_clear]
@@ -273,6 +277,14 @@ def _clear_differences(joined: Joined) -> Section:
         for setup, _, place, one in clear[:LISTED]
     ]
     return Section("What differs", text, ["", "task", "length", "difference", "over"], rows)
+
+
+def all_differences(joined: Joined) -> Iterator[tuple[Setup, Setup, Place, Difference]]:
+    """Yield every setup's differences from the first: setup, base, samples, difference."""
+    base = next(iter(joined.cells))
+    for setup, cells in joined.differences.items():
+        for place, found in cells.items():
+            yield setup, base, place, found
 
 
 # --- files --------------------------------------------------------------------------------------

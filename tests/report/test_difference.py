@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ruler_bench.report.difference import difference, mean_difference
+from ruler_bench.report.difference import Scores, difference, mean_difference
 
 SCORES = st.lists(st.sampled_from([0.0, 25.0, 50.0, 100.0]), min_size=1, max_size=30)
 
 
 def by_ordinal(scores, first=0):
-    return range(first, first + len(scores)), scores
+    return Scores(range(first, first + len(scores)), scores)
 
 
 def right(count, of):
@@ -30,8 +30,8 @@ def test_separate_samples_as_in_newcombes_table():
 
 
 def test_the_same_ordinals_are_paired_and_the_rest_is_left_out():
-    mine = ([1, 2, 3, 9], [100.0, 100.0, 0.0, 0.0])
-    theirs = ([0, 1, 2, 3], [0.0, 100.0, 0.0, 0.0])
+    mine = Scores([1, 2, 3, 9], [100.0, 100.0, 0.0, 0.0])
+    theirs = Scores([0, 1, 2, 3], [0.0, 100.0, 0.0, 0.0])
     found = difference(mine, theirs)
     assert found.is_paired
     assert found.samples == 3
