@@ -831,7 +831,7 @@ def _result_folder(
         return Path(config.out)
     swept = swept or ()
     joined = "-".join(str(length) for length in lengths)
-    what = choices["task" if config.suite is None else "suite"]
+    what = choices["task" if config.get("suite") is None else "suite"]
     parts = [what, choices["backend"], choices["model"], joined]
     quiet = KEYS_WITHOUT_RESULTS | {
         f"backend.{key}" for key in backend_keys_without_results(_backend(config))

@@ -19,6 +19,9 @@ def folder(overrides, swept=None, out=None, lengths=(4096,), backend=None):
 def test_the_folder_names_task_backend_model_and_length():
     assert folder([]) == Path("results/niah_single_1_oracle_probe_4096")
     assert folder([], out="mine") == Path("mine")
+    values = OmegaConf.create({"out": None, "backend": None, "suite": {"tasks": ["vt"]}})
+    found = config._result_folder(values, CHOICES | {"suite": "niah"}, ["suite=niah"], (9,), None)
+    assert found == Path("results/niah_oracle_probe_9")
 
 
 def test_keys_that_change_no_result_are_not_in_the_folder_name():

@@ -159,7 +159,7 @@ BAD = {
     ("suite=niah", "task.num_keys=2"): "task.num_keys: a suite names its tasks itself",
     ("suite=niah", "suite.tasks=vt"): "suite.tasks=vt: must be a list of tasks",
     ("engine_per=suite",): "without a suite there is one task",
-    (*TWO, "backend.wrong=x"): "error: wrong=x: must be a list of positions",
+    (*TWO, "backend.wrong=x"): "error: backend.wrong='x': must be a list of positions",
 }
 
 
