@@ -191,12 +191,13 @@ def _sweep() -> int:
 def _join(folder: Path, results: list[JobResult]) -> None:
     """Print and write one table of the samples that each job asked for, then what failed."""
     from ruler_bench.journal import by_arm, read_run  # noqa: PLC0415
-    from ruler_bench.report import write_reports  # noqa: PLC0415
+    from ruler_bench.report import write_page, write_reports  # noqa: PLC0415
 
     read = [read_run(Path(one.folder), one.ordinals) for result in results for one in result.cells]
     runs = [run for one in read if one is not None for run in by_arm(one)]
     if runs:
         write_reports(folder, runs)
+        write_page(folder, runs)
         print("All runs of the sweep:")
         print_tables(runs)
         print(f"Joined report: {folder / 'report.md'}")

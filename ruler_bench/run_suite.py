@@ -23,7 +23,7 @@ from ruler_bench.errors import UsageError, one_line
 from ruler_bench.kept import Kept
 from ruler_bench.leak.arms import in_running_order, kind_of
 from ruler_bench.lives import Life
-from ruler_bench.report import Run, write_reports
+from ruler_bench.report import Run, write_page, write_reports
 from ruler_bench.run import INTERRUPTED, Outcome, check_cell, new_life, prepared, run_cell
 from ruler_bench.suites import PER_SUITE, Suite
 
@@ -161,6 +161,7 @@ def write_suite_report(suite: Suite, runs: Sequence[Run]) -> bool:
     """
     try:
         write_reports(suite.folder, runs)
+        write_page(suite.folder, runs)
     except OSError as error:
         print(
             f"error: could not write the report in {suite.folder}: {one_line(error)}. What was "

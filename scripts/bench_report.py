@@ -5,9 +5,9 @@
 
 Makes records like those of an engine (20 setups, thirteen tasks, six lengths, 500 samples), a tenth
 of them wrong, joins them with `python -m ruler_bench.report` in a process of its own and prints a
-line of JSON: records, seconds, seconds of CPU time, the peak of the memory of all its processes together, and the size
-of the page. The records lie in a temporary folder, a gigabyte of them. Exit status: that of the
-report.
+line of JSON: records, seconds, seconds of CPU time, the peak of the memory of all its processes
+together, and the size of the page. The records lie in a temporary folder, a gigabyte of them. Exit
+status: that of the report.
 """
 
 from __future__ import annotations

@@ -38,11 +38,10 @@ from ruler_bench.report.joined import (
     join,
     markdown,
     sections,
-    title_of,
     write_cells,
     write_differences,
 )
-from ruler_bench.report.page import PAGE, Page, Section, link_to, render
+from ruler_bench.report.page import PAGE, Page, Section, link_to, render, title_of
 
 DONE, USAGE_ERROR, FELL, INTERRUPTED = 0, 2, 6, 130
 

@@ -21,6 +21,10 @@ RIGHT, PARTLY, WRONG, ERROR = "right", "partly", "wrong", "error"
 STATES = (RIGHT, PARTLY, WRONG, ERROR)
 SHOWN_CHARACTERS = 200
 LISTED_ORDINALS = 20
+FAILURES_KEPT = 50
+"""Answers of an arm that is not right that a page of many runs may show."""
+ALL_KEPT_RUNS = 8
+"""With at most so many runs, every answer is kept, so that strips show all indices."""
 POINTS = 300
 """Requests in a picture of times; of more, every n-th."""
 

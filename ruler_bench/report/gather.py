@@ -12,13 +12,9 @@ from typing import Any
 
 from ruler_bench.errors import UsageError, nearest
 from ruler_bench.manifest import FORMAT_VERSION, MANIFEST, RECORDS
-from ruler_bench.report.digest import Digest, digest, with_settings
+from ruler_bench.report.digest import ALL_KEPT_RUNS, FAILURES_KEPT, Digest, digest, with_settings
 from ruler_bench.report.rows import Run
 
-FAILURES_KEPT = 50
-"""Answers of an arm that is not right that a page of many runs may show."""
-ALL_KEPT_RUNS = 8
-"""With at most so many runs, every answer is kept, so that strips show all indices."""
 FEW_BYTES = 50_000_000
 """Records that one process reads while others would still be starting."""
 

@@ -15,7 +15,7 @@ from ruler_bench.report.gather import data_of, model_of
 from ruler_bench.report.page import Section
 from ruler_bench.report.rows import Row
 from ruler_bench.report.tables import markdown_table
-from ruler_bench.report.text import csv_cell, markdown_cell, visible
+from ruler_bench.report.text import csv_cell, markdown_cell
 
 CELLS, DIFFERENCES = "cells.csv", "differences.csv"
 LISTED = 200
@@ -328,13 +328,3 @@ def write_differences(path: Path, joined: Joined) -> None:
             names = (place.task, place.length_tokens, place.data, setup.title, base.title)
             figures = (one.points, one.low, one.high, one.samples, one.is_paired, one.is_clear)
             writer.writerow(map(csv_cell, (*names, *figures)))
-
-
-def title_of(digests: Sequence[Digest]) -> str:
-    """Return what to call the whole."""
-    runs = len({one.run for one in digests})
-    tasks = sorted({one.row.task for one in digests})
-    lengths = sorted({one.row.length_tokens for one in digests})
-    named = visible(tasks[0]) if len(tasks) == 1 else f"{len(tasks)} tasks"
-    span = f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
-    return f"{runs} {'run' if runs == 1 else 'runs'}: {named}, {span}"

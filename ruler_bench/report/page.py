@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ruler_bench.report.depth import BINS
-from ruler_bench.report.digest import STATES, Digest, Shown, digest, total_kinds, with_settings
+from ruler_bench.report.digest import (
+    ALL_KEPT_RUNS,
+    FAILURES_KEPT,
+    STATES,
+    Digest,
+    Shown,
+    digest,
+    total_kinds,
+    with_settings,
+)
 from ruler_bench.report.provenance import shared_and_own
 from ruler_bench.report.rows import Row, Run
 from ruler_bench.report.tables import COLUMNS, shown_columns
@@ -115,11 +124,11 @@ def write_page(
     verdict: Mapping[str, Any] | None = None,
     prompts: Iterable[tuple[str, str]] = (),
 ) -> None:
-    """Write report.html of one run into its folder.
+    """Write report.html into a folder.
 
     Args:
-        folder: of the run.
-        runs: its arms.
+        folder: of a run, or of a sweep.
+        runs: the arms of a run, or of several.
         verdict: what verdict.json holds.
         prompts: hash and text of prompts, of which the ends are shown.
 
@@ -128,11 +137,26 @@ def write_page(
         UsageError: a manifest's metric is unknown.
     """
     numbers: dict[int, int] = {}
-    digests = [digest(one, numbers.setdefault(id(one.manifest), len(numbers))) for one in runs]
+    keep = None if len({id(one.manifest) for one in runs}) <= ALL_KEPT_RUNS else FAILURES_KEPT
+    digests = [
+        digest(one, numbers.setdefault(id(one.manifest), len(numbers)), failures_only=keep)
+        for one in runs
+    ]
     rows = with_settings(digests)
-    title = ", ".join(name_parts(rows[0].row)) if rows else "no runs"
-    page = Page(title=title, verdict=verdict, tails=tails_of(prompts))
+    page = Page(title=title_of(rows), verdict=verdict, tails=tails_of(prompts))
     (folder / PAGE).write_text(render(rows, page), encoding="utf-8", newline="\n")
+
+
+def title_of(digests: Sequence[Digest]) -> str:
+    """Return what to call one run, or several together."""
+    runs = len({one.run for one in digests})
+    if runs == 1:
+        return ", ".join(name_parts(digests[0].row))
+    tasks = sorted({one.row.task for one in digests})
+    lengths = sorted({one.row.length_tokens for one in digests})
+    named = visible(tasks[0]) if len(tasks) == 1 else f"{len(tasks)} tasks"
+    span = f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
+    return f"{runs} runs: {named}, {span}"
 
 
 def tails_of(prompts: Iterable[tuple[str, str]]) -> dict[str, str]:

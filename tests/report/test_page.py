@@ -179,6 +179,15 @@ def test_failures_come_first_and_the_page_stays_small(record, run, tmp_path):
     assert set(re.findall(r'href="#i0-(\d+)"', text)) == set(keys)
 
 
+def test_several_runs_share_a_page(record, run, tmp_path):
+    runs = [run(record(0, output="no" * (n % 2)), seed=n, config={"seed": n}) for n in range(12)]
+    text = page(tmp_path, *runs)
+    assert "<h1>12 runs: niah_single_1, 4096 tokens</h1>" in text
+    assert "seed=11" in text
+    # Of many runs only what failed has a card.
+    assert len(re.findall("<article id=", text)) == 12
+
+
 def test_an_empty_run_has_a_page(run, tmp_path):
     assert "No sample has been run." in page(tmp_path, run())
 
