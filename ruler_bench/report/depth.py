@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from ruler_bench.records import Record
 from ruler_bench.report.rows import Row, Run, finished
-from ruler_bench.report.text import markdown_cell, visible
+from ruler_bench.report.text import csv_cell, markdown_cell
 
 BINS = 10
 DEPTH = "depth.csv"
@@ -48,7 +48,7 @@ def write_depth(path: Path, runs: Sequence[Run], rows: Sequence[Row]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*titles, "depth_from", "depth_to", "samples", "score"])
-        writer.writerows(lines)
+        writer.writerows(map(csv_cell, line) for line in lines)
 
 
 def markdown_depth(runs: Sequence[Run], rows: Sequence[Row]) -> str | None:
@@ -80,5 +80,4 @@ def _mean(scores: Sequence[float]) -> float | None:
 
 
 def _names(row: Row) -> tuple[str | int, ...]:
-    texts = (row.backend, row.model, row.arm or "", row.settings)
-    return (visible(row.task), row.length_tokens, *map(visible, texts))
+    return (row.task, row.length_tokens, row.backend, row.model, row.arm or "", row.settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -66,8 +67,14 @@ def _matching(pattern: str) -> list[Path]:
 def _below(place: Path) -> list[Path]:
     if place.is_file():
         place = place.parent
-    manifests = sorted(one.parent for one in place.rglob(MANIFEST))
-    return [one for one in manifests if (one / RECORDS).exists()]
+    folders = [one.parent for one in place.rglob(MANIFEST) if (one.parent / RECORDS).exists()]
+    return sorted(folders, key=_by_number)
+
+
+def _by_number(folder: Path) -> list[tuple[int, str]]:
+    """Return what sorts names as people do: 8192 before 16384."""
+    pieces = re.split(r"(\d+)", str(folder))
+    return [(int(one), "") if one.isdecimal() else (0, one) for one in pieces]
 
 
 def _nearest_folder(path: Path) -> str:
@@ -195,7 +202,7 @@ def _mixed(digests: Sequence[Digest]) -> list[str]:
     doubled = [folders for folders in cells.values() if len(folders) > 1]
     if doubled:
         notes.append(
-            f"{len(doubled)} cells are there more than once, such as in "
+            f"cells that are there more than once: {len(doubled)}, such as in "
             f"{' and '.join(doubled[0][:3])}; each stands by itself, none is averaged."
         )
     return notes

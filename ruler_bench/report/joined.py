@@ -197,6 +197,10 @@ def _mean(cells: Mapping[Place, Digest], places: Sequence[Place]) -> str:
     return f"{sum(scores) / len(scores):.2f}" if scores else "-"
 
 
+def _cells(count: int) -> str:
+    return f"{count} {'cell' if count == 1 else 'cells'}"
+
+
 def _setups(joined: Joined) -> Section:
     common = joined.common
     base = next(iter(joined.cells))
@@ -215,7 +219,7 @@ def _setups(joined: Joined) -> Section:
                 str(sum(one.points < 0 and one.is_clear for one in parts)),
             ]
         )
-    shared = f"over the {len(common)} cells that all have" if common else "no cell is common to all"
+    shared = f"over {_cells(len(common))} that all have" if common else "no cell is common to all"
     text = (
         f"Mean: {shared}. Difference: the mean over all cells in "
         f"common with {joined.titles[base]}, with its 95% interval; ▲ and ▼ stand only where that "
@@ -250,7 +254,7 @@ def _by_policy(joined: Joined) -> Section:
                 else f"{spread[0]:.2f} to {spread[-1]:.2f} ({len(spread)} setups)"
             )
         rows.append([name, *cells])
-    text = f"Mean score over the {len(common)} cells that all have."
+    text = f"Mean score over {_cells(len(common))} that all have."
     return Section("Models by policy", text, ["model", *policies], rows)
 
 

@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from ruler_bench.errors import UsageError
 from ruler_bench.report.rows import Row, Run, build_rows
-from ruler_bench.report.text import human_number, markdown_cell, visible
+from ruler_bench.report.text import csv_cell, human_number, markdown_cell, visible
 
 FAMILIES = {
     "retrieval": (
@@ -255,10 +255,7 @@ def _write(path: Path, kind: type[MeanRow | AverageRow], rows: Iterable[Any]) ->
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in dataclasses.fields(kind))
-        writer.writerows(
-            [visible(value) if isinstance(value, str) else value for value in line]
-            for line in lines
-        )
+        writer.writerows(map(csv_cell, line) for line in lines)
 
 
 def markdown_means(runs: Sequence[Run], rows: Sequence[Row]) -> str | None:

@@ -196,6 +196,7 @@ def render(digests: Sequence[Digest], page: Page) -> str:
         cards=cards,
         left_out=left_out,
         states=STATES,
+        failures_only=len({one.run for one in digests}) > ALL_KEPT_RUNS,
         timing=_timing(digests),
         picture=_times_picture(digests),
         kinds=total_kinds(digests) if len({one.run for one in digests}) > 1 else None,
@@ -365,11 +366,12 @@ def _strips(digests: Sequence[Digest], page: Page) -> tuple[list[Card], list[Str
         groups.setdefault(one.run, []).append(one)
     cards = _cards(groups, page, len(groups) > 1)
     known = {card.key for card in cards}
-    strips, room = [], LISTED_SQUARES
+    strips: list[Strip] = []
+    room = LISTED_SQUARES
     squares_left_out = 0
     for number, arms in groups.items():
         count = sum(len(one.shown) for one in arms)
-        if count > room:
+        if count > room or len(strips) == LISTED_RUNS:
             squares_left_out += count
             continue
         if count:

@@ -55,3 +55,9 @@ def test_every_sample_is_in_the_tenth_that_holds_its_depth(record, depths):
         last = number == 9
         inside = [d for d in depths if number <= d * 10 and (last or d * 10 < number + 1)]
         assert scores == pytest.approx([100.0] * len(inside))
+
+
+def test_names_are_escaped_once_and_never_formulas(record, run, tmp_path):
+    runs = [run(record(0), model="=a\\b\n")]
+    write_reports(tmp_path, runs)
+    assert "'=a\\\\b\\n," in (tmp_path / "depth.csv").read_text()

@@ -71,6 +71,16 @@ def test_runs_are_joined_into_tables_a_page_and_csv(put, report, tmp_path):
     assert (tmp_path / "joined" / "indices.png").exists()
 
 
+def test_lengths_are_in_their_order(put, report):
+    for length in (16384, 4096, 131072, 8192):
+        put(f"r/vt_{length}", task="vt", length=length)
+    (put("z", task="vt", length=4096, data={"fingerprint": "z"})).rename("r/vt_5")
+    _, out, _ = report("r")
+    assert [one.strip() for one in out.partition("| task")[2].split("|")[1:5]] == [
+        "4096", "8192", "16384", "131072"
+    ]  # fmt: skip
+
+
 def test_patterns_name_runs_and_each_counts_once(put, report):
     for name in ("x_1", "x_2", "y"):
         put(name, config={"seed": len(name)})
@@ -183,7 +193,9 @@ def test_doubled_cells_stand_by_themselves(put, report):
     put("a", 10)
     put("b", 0)
     _, out, _ = report("a", "b")
-    assert "1 cells are there more than once, such as in a and b; each stands by itself" in out
+    assert (
+        "cells that are there more than once: 1, such as in a and b; each stands by itself" in out
+    )
     assert "100.00 (" in out
     assert "50.00" not in out
 
