@@ -116,7 +116,9 @@ def from_line(line: str) -> Record:
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     missing, unknown = _REQUIRED - values.keys(), values.keys() - _FIELDS
-    if missing or unknown:
+    if unknown and not missing:
+        raise ValueError(f"has fields that a later ruler_bench wrote: {', '.join(sorted(unknown))}")
+    if missing:
         raise ValueError(f"not a record: missing {sorted(missing)}, unknown {sorted(unknown)}")
     hints, plain, elements = _hints(), _plain_types(), _element_types()
     for name, one in values.items():

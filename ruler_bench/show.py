@@ -25,10 +25,10 @@ from backends.base import ConfigurationError
 from ruler_bench.config import as_indices
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.leak.arms import REFERENCES, in_running_order
-from ruler_bench.leak.files import text_hash
 from ruler_bench.leak.rebuild import RunFolder, read_run
 from ruler_bench.records import Record
 from ruler_bench.report.digest import state_of
+from ruler_bench.report.prompts import prompts_of
 from ruler_bench.report.text import human_bytes, human_number, human_seconds, visible
 
 USAGE_ERROR = 2
@@ -141,23 +141,6 @@ def _question(run: RunFolder, records: Sequence[Record]) -> Iterator[str]:
             f"...{visible(around)}..."
         )
     yield f"It ends: ...{visible(prompt[-SHOWN_TAIL:])}"
-
-
-def prompts_of(folder: Path, wanted: set[str]) -> dict[str, str]:
-    """Return prompts by hash, as far as the run's predictions hold them."""
-    found: dict[str, str] = {}
-    for path in sorted((folder / "predictions").glob("*.jsonl")):
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    text = json.loads(line).get("input")
-                except (ValueError, AttributeError):
-                    continue
-                if isinstance(text, str) and (key := text_hash(text)) in wanted:
-                    found[key] = text
-                    if len(found) == len(wanted):
-                        return found
-    return found
 
 
 def _needles(prompt: str, expected: Sequence[str]) -> list[tuple[int, str]]:

@@ -17,17 +17,18 @@ Exit status: 0 done, 6 a cell fell below the baseline, 2 wrong usage, 130 interr
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from backends.base import ConfigurationError
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.manifest import MANIFEST
-from ruler_bench.report.digest import Digest
+from ruler_bench.report.digest import ALL_KEPT_RUNS, Digest
 from ruler_bench.report.figures import write_figures
 from ruler_bench.report.gate import against_baseline, gate_section
 from ruler_bench.report.gather import gather
@@ -41,7 +42,8 @@ from ruler_bench.report.joined import (
     write_cells,
     write_differences,
 )
-from ruler_bench.report.page import PAGE, Page, Section, link_to, render, title_of
+from ruler_bench.report.page import PAGE, Page, Section, link_to, render, tails_of, title_of
+from ruler_bench.report.prompts import prompts_of
 
 DONE, USAGE_ERROR, FELL, INTERRUPTED = 0, 2, 6, 130
 
@@ -166,10 +168,39 @@ def report(options: Options) -> int:
         print(note)
     if options.baseline is not None:
         print(markdown_of(tables[0]))
-    page = Page(title=title_of(digests), notes=notes, sections=tables)
+    page = Page(
+        title=title_of(digests),
+        verdict=_verdict(digests),
+        notes=notes,
+        tails=_tails(digests),
+        sections=tables,
+    )
     write(options.out, digests, joined, page, text)
     print(f"Report: {options.out / PAGE}")
     return status
+
+
+def _verdict(digests: Sequence[Digest]) -> dict[str, Any] | None:
+    """Return the verdict of one run alone; those of several are on their own pages."""
+    if len({one.run for one in digests}) > 1:
+        return None
+    try:
+        found = json.loads((Path(digests[0].folder) / "verdict.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _tails(digests: Sequence[Digest]) -> dict[str, str]:
+    """Return the ends of the prompts that may be shown; of many runs none, they take too long."""
+    folders = {one.folder for one in digests}
+    if len(folders) > ALL_KEPT_RUNS:
+        return {}
+    wanted = {shown.prompt_sha256 for one in digests for shown in one.shown}
+    found: dict[str, str] = {}
+    for folder in sorted(folders):
+        found |= tails_of(prompts_of(Path(folder), wanted - found.keys()).items())
+    return found
 
 
 def markdown_of(section: Section) -> str:

@@ -7,6 +7,7 @@ import json
 import pandas as pd
 import pytest
 
+from ruler_bench.leak.files import text_hash
 from ruler_bench.records import to_line
 from ruler_bench.report.__main__ import main
 from ruler_bench.report.page import PAGE
@@ -233,6 +234,29 @@ def test_another_version_is_refused_with_what_to_do(put, report, version, said):
     assert status == 2
     assert said in err
     assert "name the other folders alone" in err
+
+
+def test_records_of_a_later_version_are_refused(put, report):
+    path = put("a") / "records.jsonl"
+    path.write_text(path.read_text().replace('{"arm"', '{"colour": 1, "arm"'))
+    status, _, err = report("a")
+    assert status == 2
+    assert "line 1 is damaged (has fields that a later ruler_bench wrote: colour)" in err
+
+
+def test_the_page_of_a_run_has_its_verdict_and_the_ends_of_its_prompts(put, report, tmp_path):
+    prompt = "x" * 1000 + "Which is it?"
+    folder = put("a", 5)
+    records = folder / "records.jsonl"
+    records.write_text(records.read_text().replace("0" * 64, text_hash(prompt)))
+    (folder / "predictions").mkdir()
+    line = json.dumps({"index": 0, "input": prompt}) + "\n{\n"
+    (folder / "predictions" / "niah_single_1.jsonl").write_text(line)
+    (folder / "verdict.json").write_text(json.dumps({"sentence": "It leaks.", "status": 3}))
+    report("a", "--out", "joined")
+    page = (tmp_path / "joined" / PAGE).read_text()
+    assert "It leaks.</p>" in page
+    assert "xxxWhich is it?</code>" in page
 
 
 def test_a_folder_without_runs_is_refused(put, report, tmp_path):
