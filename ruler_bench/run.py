@@ -49,7 +49,7 @@ from ruler_bench.overlap import check_overlap, may_overlap
 from ruler_bench.progress import Progress
 from ruler_bench.questions import Asked, Questions
 from ruler_bench.records import Record, RecordingError
-from ruler_bench.report import Run, write_page, write_predictions, write_reports
+from ruler_bench.report import Page, Run, Section, write_page, write_predictions, write_reports
 from ruler_bench.score import score
 from ruler_bench.streams import BESIDE, Left, Step, Stream, streams
 from ruler_bench.suspects import audited, suspects, suspicious
@@ -976,7 +976,8 @@ def write_outputs(
         write_reports(folder, runs)
         if verdict is not None or diagnosis is not None:
             write_with_report(folder, verdict, diagnosis)
-        write_page(folder, runs, verdict_values(verdict), prompts_of(samples))
+        page = Page("", verdict_values(verdict), sections=sections_of(diagnosis))
+        write_page(folder, runs, page, prompts_of(samples))
         write_predictions(folder, _asked_once(runs), samples)
     except OSError as error:
         print(
@@ -995,6 +996,15 @@ def verdict_values(verdict: Verdict | None) -> dict[str, Any] | None:
     from ruler_bench.leak.report import to_json  # noqa: PLC0415 (scipy takes long)
 
     return to_json(verdict)
+
+
+def sections_of(diagnosis: Sequence[Row] | None) -> list[Section]:
+    """Return what a page says of a diagnosis."""
+    if diagnosis is None:
+        return []
+    from ruler_bench.leak.diagnose import diagnosis_section  # noqa: PLC0415 (scipy takes long)
+
+    return [diagnosis_section(diagnosis)]
 
 
 def prompts_of(samples: Iterable[Sample]) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from ruler_bench.leak.arms import RECORDED, SYNCHRONISED
 if TYPE_CHECKING:
     from ruler_bench.leak.join import ArmFacts
     from ruler_bench.records import Record
+    from ruler_bench.report.page import Section
 
 SUPPORTED, NOT_SUPPORTED, CANNOT_SAY = "supported", "not supported", "cannot be said"
 PERSISTENT, AGAIN, AGED = "persistent", "persistent_again", "aged"
@@ -672,3 +673,10 @@ def markdown_diagnosis(rows: Sequence[Row]) -> str:
     cells = [[markdown_cell(cell, None) for cell in row] for row in _cells(rows)]
     table = markdown_table(TITLES, cells)
     return "\n\n".join(["## Diagnosis", f"**{markdown_cell(sentence(rows), None)}**", table])
+
+
+def diagnosis_section(rows: Sequence[Row]) -> Section:
+    """Return the sentence and the table for report.html."""
+    from ruler_bench.report.page import Section  # noqa: PLC0415
+
+    return Section("Diagnosis", sentence(rows), TITLES, _cells(rows))

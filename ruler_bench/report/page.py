@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -121,7 +121,7 @@ class Card:
 def write_page(
     folder: Path,
     runs: Sequence[Run],
-    verdict: Mapping[str, Any] | None = None,
+    page: Page | None = None,
     prompts: Iterable[tuple[str, str]] = (),
 ) -> None:
     """Write report.html into a folder.
@@ -129,7 +129,7 @@ def write_page(
     Args:
         folder: of a run, or of a sweep.
         runs: the arms of a run, or of several.
-        verdict: what verdict.json holds.
+        page: verdict and further tables; title and ends of prompts are filled in.
         prompts: hash and text of prompts, of which the ends are shown.
 
     Raises:
@@ -143,7 +143,7 @@ def write_page(
         for one in runs
     ]
     rows = with_settings(digests)
-    page = Page(title=title_of(rows), verdict=verdict, tails=tails_of(prompts))
+    page = replace(page or Page(""), title=title_of(rows), tails=tails_of(prompts))
     (folder / PAGE).write_text(render(rows, page), encoding="utf-8", newline="\n")
 
 

@@ -54,7 +54,8 @@ class Reader(HTMLParser):
 
 
 def page(folder, *runs, **more):
-    write_page(folder, list(runs), **more)
+    prompts = more.pop("prompts", ())
+    write_page(folder, list(runs), pages.Page("", **more), prompts)
     return (folder / pages.PAGE).read_bytes().decode("utf-8")
 
 
@@ -166,6 +167,13 @@ def test_the_verdict_stands_above_all(record, run, tmp_path):
     assert text.index('class="verdict bad">niah_single_1: LEAK.') < text.index("<h2>")
     assert 'href="#i0-1"' in text
     assert 'id="i0-1"' in text
+
+
+def test_further_tables_stand_on_the_page(record, run, tmp_path):
+    section = pages.Section("Diagnosis", "Supported: <none>.", ("row", "why"), [("a", "<b>")])
+    text = page(tmp_path, run(record(0)), sections=[section])
+    words = " ".join(" ".join(read(text).text).split())
+    assert "Diagnosis Supported: <none>. row why a <b>" in words
 
 
 def test_failures_come_first_and_the_page_stays_small(record, run, tmp_path):
