@@ -1,30 +1,17 @@
-"""TransformersBackend: greedy `generate` of Hugging Face transformers, one request at a time."""
+"""TransformersBackend: greedy `generate` of Hugging Face transformers, alone or in batches."""
 
 from __future__ import annotations
 
-import difflib
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-)
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import (
     DYNAMIC_CACHE_IMPLEMENTATIONS,
     STATIC_CACHE_IMPLEMENTATIONS,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from backends.base import (
     ConfigurationError,
@@ -35,15 +22,16 @@ from backends.base import (
     Request,
     RequestError,
 )
-from backends.digest import LogitsTrace, trace_logits
+from backends.gathering import Gathering
+from backends.hf_load import check_name, first_line, load
+from backends.hf_rows import PADDING_ID, Trace, ended, padded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_IMPLEMENTATIONS = (*DYNAMIC_CACHE_IMPLEMENTATIONS, *STATIC_CACHE_IMPLEMENTATIONS)
 DEFAULT_CACHE = "dynamic"
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 WARM_UP_TOKENS = 8
-
-_LOADING_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
+MAX_BATCH_SIZE = 1024
+QUANTIZED = "quantized"
 
 
 class TransformersBackend:
@@ -58,7 +46,10 @@ class TransformersBackend:
         max_model_len: int | None = None,
         dtype: str = "auto",
         cache_implementation: str | None = None,
+        cache_config: dict[str, Any] | None = None,
         attn_implementation: str | None = None,
+        batch_size: int = 1,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load the model and answer one throw-away request.
 
@@ -73,21 +64,28 @@ class TransformersBackend:
             cache_implementation: as in transformers' GenerationConfig; None is "dynamic". Static
                 caches hold max_model_len tokens and are never compiled, so that an answer does
                 not depend on the requests before it.
+            cache_config: of the quantized cache, as in GenerationConfig: backend, nbits...
             attn_implementation: as in `from_pretrained`; None is transformers' choice.
+            batch_size: requests in one call of `generate`, padded on the left; `generate` of the
+                backend may then be called from so many threads.
+            trust_remote_code: whether code in the model's own folder may run.
 
         Raises:
             ConfigurationError: a value is unknown, the device is missing, or the model cannot be
                 loaded or run with these settings.
         """
         self._cache = cache_implementation or DEFAULT_CACHE
-        _check_name("cache_implementation", self._cache, CACHE_IMPLEMENTATIONS)
+        check_name("cache_implementation", self._cache, CACHE_IMPLEMENTATIONS)
+        self._cache_config = _cache_config(cache_config, self._cache)
         self._device = _device(device)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        self._threads = threads
+        self._set_threads()
         self._model_path = model_path
-        self._model: Any = _load(
-            model_path, self._device, _dtype(dtype, self._device), attn_implementation
-        )
+        self._trust_remote_code = trust_remote_code
+        self.concurrency = _batch_size(batch_size)
+        self._gathering = Gathering(batch_size, self._answer, _may_share)
+        options = {"dtype": _dtype(dtype, self._device), "trust_remote_code": trust_remote_code}
+        self._model: Any = load(model_path, self._device, attn_implementation, options)
         self._max_model_len = _max_model_len(max_model_len, self._model.config)
         self._warm_up()
 
@@ -102,23 +100,43 @@ class TransformersBackend:
                 is to be generated, or the engine is closed.
         """
         self._check(request)
+        if self.concurrency > 1:
+            return self._gathering.ask(request)
+        (found,) = self._answer([request])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _answer(self, requests: Sequence[Request]) -> list[Generation | Exception]:
+        """Answer requests that `_check` let pass, in one call of transformers' `generate`."""
+        self._set_threads()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        trace = _Trace()
+        trace = Trace(len(requests))
         start = time.perf_counter()
-        token_ids = self._continue(request, trace)
-        stopped = token_ids[-1] in request.stop_token_ids
-        return Generation(
-            token_ids=token_ids,
-            finish_reason="stop" if stopped else "length",
-            logits_digest=tuple(row.digest for row in trace.rows),
-            top2_margin=tuple(row.top2_margin for row in trace.rows),
-            prompt_tokens=len(request.prompt_token_ids),
-            ttft_seconds=trace.seconds[0] - start,
-            decode_seconds=trace.seconds[-1] - trace.seconds[0],
-            peak_device_bytes=self._peak_device_bytes(),
-            kernel=self._model.config._attn_implementation,
-        )
+        rows = self._continue(requests, trace)
+        found: list[Generation | Exception] = []
+        for number, (request, ids) in enumerate(zip(requests, rows, strict=True)):
+            try:
+                logits = trace.logits(number, len(ids))
+            except NonFiniteLogits as error:
+                found.append(error)
+                continue
+            stopped = ids[-1] in request.stop_token_ids
+            found.append(
+                Generation(
+                    token_ids=ids,
+                    finish_reason="stop" if stopped else "length",
+                    logits_digest=tuple(one.digest for one in logits),
+                    top2_margin=tuple(one.top2_margin for one in logits),
+                    prompt_tokens=len(request.prompt_token_ids),
+                    ttft_seconds=trace.seconds[0] - start,
+                    decode_seconds=trace.seconds[len(ids) - 1] - trace.seconds[0],
+                    peak_device_bytes=self._peak_device_bytes(),
+                    kernel=self._model.config._attn_implementation,
+                )
+            )
+        return found
 
     def describe(self) -> dict[str, Any]:
         """Return the settings in force."""
@@ -129,7 +147,10 @@ class TransformersBackend:
             "max_model_len": self._max_model_len,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "cache_implementation": self._cache,
+            "cache_config": self._cache_config,
             "attn_implementation": self._model.config._attn_implementation,
+            "batch_size": self.concurrency,
+            "trust_remote_code": self._trust_remote_code,
         }
 
     def close(self) -> None:
@@ -159,38 +180,43 @@ class TransformersBackend:
                 f"{vocabulary_tokens} tokens: the tokenizer is not the model's"
             )
 
-    def _continue(self, request: Request, trace: _Trace) -> tuple[int, ...]:
-        """Return the generated ids, the stop token included."""
-        prompt = torch.tensor([request.prompt_token_ids], device=self._device)  # (1, prompt)
+    def _continue(self, requests: Sequence[Request], trace: Trace) -> list[tuple[int, ...]]:
+        """Return the generated ids of each request, the stop token included."""
+        prompts, mask = padded([one.prompt_token_ids for one in requests], self._device)
         message = ""
         try:
             ids = self._model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                generation_config=self._generation_config(request),
+                prompts,  # (requests, longest prompt)
+                attention_mask=mask,
+                generation_config=self._generation_config(requests),
                 logits_processor=LogitsProcessorList([trace]),
-            )  # (1, prompt + generated)
-            return tuple(ids[0, prompt.shape[1] :].tolist())
+            )  # (requests, longest prompt + generated)
+            rows = ids[:, prompts.shape[1] :].tolist()
+            return [
+                ended(row, one.stop_token_ids, one.max_new_tokens)
+                for row, one in zip(rows, requests, strict=True)
+            ]
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
-            message = _first_line(error)
+            message = first_line(error)
         # Outside of the handler, where no traceback keeps the tensors of the request alive.
         self._free_device_memory()
         raise OutOfMemory(message)
 
-    def _generation_config(self, request: Request) -> GenerationConfig:
+    def _generation_config(self, requests: Sequence[Request]) -> GenerationConfig:
         """Return a configuration of our own: nothing of the model's file may change a token."""
         static = self._cache in STATIC_CACHE_IMPLEMENTATIONS
         return GenerationConfig(
             do_sample=False,
             num_beams=1,
             use_cache=True,
-            max_new_tokens=request.max_new_tokens,
-            eos_token_id=list(request.stop_token_ids) or None,
-            # Never used with one request at a time; unset, transformers warns.
-            pad_token_id=request.stop_token_ids[0] if request.stop_token_ids else 0,
+            max_new_tokens=max(one.max_new_tokens for one in requests),
+            eos_token_id=list(requests[0].stop_token_ids) or None,
+            # What follows a row's end while others go on; unset, transformers warns.
+            pad_token_id=PADDING_ID,
             cache_implementation=self._cache,
+            cache_config=self._cache_config,
             # One size for all requests: otherwise the cache grows with the longest one so far.
             max_cache_len=self._max_model_len if static else None,
             disable_compile=True,
@@ -213,8 +239,13 @@ class TransformersBackend:
                 f"the model {self._model_path} does not run with "
                 f"cache_implementation={self._cache}, "
                 f"attn_implementation={self._model.config._attn_implementation} on "
-                f"{self._device}: {_first_line(error)}"
+                f"{self._device}: {first_line(error)}"
             ) from error
+
+    def _set_threads(self) -> None:
+        """Set the CPU threads: OpenMP keeps the number by the thread that asks."""
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
 
     def _peak_device_bytes(self) -> int | None:
         if self._device.type != "cuda":
@@ -224,86 +255,6 @@ class TransformersBackend:
     def _free_device_memory(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class _Trace(LogitsProcessor):  # type: ignore[misc]
-    """Notes each token's logits and the time they were there; changes nothing."""
-
-    def __init__(self) -> None:
-        self.rows: list[LogitsTrace] = []
-        self.seconds: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Note `scores`, (1, vocab), the raw logits: no other processor runs before this one."""
-        row = trace_logits(scores[0])
-        if not row.finite:
-            raise NonFiniteLogits(
-                f"the logits of generated token {len(self.rows)} hold NaN or infinity"
-            )
-        self.rows.append(row)
-        self.seconds.append(time.perf_counter())
-        return scores
-
-
-def _load(
-    model_path: str, device: torch.device, dtype: torch.dtype, attn_implementation: str | None
-) -> Any:
-    """Return the model in evaluation mode on the device.
-
-    Raises:
-        ConfigurationError: see `TransformersBackend`.
-    """
-    options: dict[str, Any] = {"dtype": dtype}
-    if attn_implementation is not None:
-        if "/" not in attn_implementation:  # with a slash it is a kernel from the hub
-            # Names with a bar are for transformers' paged batching, not for `generate`.
-            names = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)
-            allowed = {"eager", *names}
-            _check_name("attn_implementation", attn_implementation, allowed)
-        options["attn_implementation"] = attn_implementation
-    _check_folder(model_path)
-    try:
-        with _quiet_transformers():
-            config = AutoConfig.from_pretrained(model_path)
-            if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-                raise ConfigurationError(
-                    f"model {model_path}: transformers has no causal language model for "
-                    f"model_type={config.model_type!r}."
-                )
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                model_path, config=config, output_loading_info=True, **options
-            )
-            _check_complete(model_path, loading["missing_keys"])
-            model.generation_config = GenerationConfig()
-            return model.eval().to(device)
-    except ConfigurationError:
-        raise
-    except _LOADING_ERRORS as error:
-        raise ConfigurationError(
-            f"model {model_path}: transformers cannot load it: {_first_line(error)}"
-        ) from error
-
-
-def _check_folder(model_path: str) -> None:
-    folder = Path(model_path)
-    if not folder.is_dir():
-        return  # a hub name; transformers says what is wrong with it
-    if not (folder / "config.json").is_file():
-        raise ConfigurationError(f"model folder {folder} holds no config.json.")
-    if not any(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)):
-        raise ConfigurationError(
-            f"model folder {folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)})."
-        )
-
-
-def _check_complete(model_path: str, missing: Iterable[str]) -> None:
-    """Refuse weights that lack tensors: transformers would fill them with random numbers."""
-    names = sorted(missing)
-    if names:
-        raise ConfigurationError(
-            f"model {model_path}: its weights lack {len(names)} tensors, {names[0]} for one; "
-            "download them again, or check config.json."
-        )
 
 
 def _device(name: str) -> torch.device:
@@ -325,8 +276,30 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    _check_name("dtype", name, ("auto", *DTYPES))
+    check_name("dtype", name, ("auto", *DTYPES))
     return DTYPES[name]
+
+
+def _cache_config(config: dict[str, Any] | None, cache: str) -> dict[str, Any] | None:
+    if config and cache != QUANTIZED:
+        raise ConfigurationError(
+            f"backend.cache_config: is of cache_implementation={QUANTIZED}, and this is {cache}; "
+            "leave it out."
+        )
+    return config or None
+
+
+def _batch_size(size: int) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_BATCH_SIZE:
+        raise ConfigurationError(
+            f"backend.batch_size={size}: must be an integer in 1 to {MAX_BATCH_SIZE}."
+        )
+    return size
+
+
+def _may_share(request: Request, first: Request) -> bool:
+    """Tell whether two requests may be rows of one call: it has one list of stop tokens."""
+    return request.stop_token_ids == first.stop_token_ids
 
 
 def _max_model_len(asked: int | None, config: Any) -> int:
@@ -346,37 +319,8 @@ def _max_model_len(asked: int | None, config: Any) -> int:
     return asked
 
 
-def _check_name(key: str, name: str, allowed: Iterable[str]) -> None:
-    names = sorted(allowed)
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigurationError(
-            f"backend.{key}={name}: unknown.{hint} Allowed: {', '.join(names)}."
-        )
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     # On a CPU torch raises a plain RuntimeError.
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         "can't allocate memory" in str(error)
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep loading bars and remarks off the terminal: what matters is checked and raised."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

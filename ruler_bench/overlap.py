@@ -65,7 +65,8 @@ def check_overlap(concurrency: int, arm: str, arms: Sequence[str]) -> None:
     if len(arms) == 1 and kind_of(arm).order in ORDERS:
         return
     raise UsageError(
-        f"backend.concurrency={concurrency}: arms=[{','.join(arms)}] ask one request at a time, in "
-        "order, so that they can be held against each other; leave it out, and add the arm "
+        f"{concurrency} requests in flight (backend.concurrency, of hf backend.batch_size): "
+        f"arms=[{','.join(arms)}] ask one request at a time, in order, so that they can be held "
+        "against each other; leave it out, and add the arm "
         f"concurrent_{concurrency} to see what requests in flight do to each other."
     )

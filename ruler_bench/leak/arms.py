@@ -62,7 +62,7 @@ KINDS: dict[str, Kind] = {
 SWEPT_SETTINGS: dict[str, tuple[str, ...]] = {
     "slots": ("num_gpu_blocks", "num_kv_buffers"),
     "chunks": ("chunk_tokens",),
-    "concurrent": ("concurrency",),
+    "concurrent": ("concurrency", "batch_size"),
 }
 """Of slots_<n> and so on: the backend setting that is <n>, the first that a backend has."""
 

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from backends.base import (
     RequestError,
 )
 from backends.digest import trace_logits
-from backends.hf import TransformersBackend
+from backends.hf import CACHE_IMPLEMENTATIONS, TransformersBackend
 
 VOCABULARY = 96
 POSITIONS = 64
@@ -191,6 +192,9 @@ def test_describe_says_what_is_in_force(folder):
         "dtype": "bfloat16",
         "cache_implementation": "static",
         "attn_implementation": "eager",
+        "cache_config": None,
+        "batch_size": 1,
+        "trust_remote_code": False,
     }
     assert backend.generate(request()).kernel == "eager"
 
@@ -218,7 +222,9 @@ def test_a_request_that_fits_exactly_is_served_and_one_token_more_is_not(backend
         backend.generate(request((*fits, 1)))
 
 
-@pytest.mark.parametrize(("prompt", "message"), [((), "no tokens"), ((1, VOCABULARY), "96")])
+@pytest.mark.parametrize(
+    ("prompt", "message"), [((), "no tokens"), ((1, VOCABULARY), "96"), ((1, -1), "from -1 to 1")]
+)
 def test_prompts_that_the_model_cannot_take(backend, prompt, message):
     with pytest.raises(RequestError, match=message):
         backend.generate(request(prompt))
@@ -283,6 +289,56 @@ def test_other_failures_of_the_library_are_not_renamed(folder, monkeypatch):
         backend.generate(request())
 
 
+def test_nothing_to_generate_and_a_closed_engine_are_errors_of_the_request(folder):
+    backend = TransformersBackend(model_path=str(folder), threads=1)
+    with pytest.raises(RequestError, match="max_new_tokens=0"):
+        backend.generate(request(new_tokens=0))
+    backend.close()
+    with pytest.raises(RequestError, match="closed"):
+        backend.generate(request())
+
+
+# --- code of the model's own ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_code(model, tmp_path, monkeypatch):
+    """A folder whose model is of a class of its own, which leaves a mark where it is imported."""
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, mark = tmp_path / "model", tmp_path / "mark"
+    model.save_pretrained(folder)
+    (folder / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"Path({str(mark)!r}).touch()\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    values = json.loads((folder / "config.json").read_text())
+    values |= {
+        "model_type": "own",
+        "architectures": ["OwnModel"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder, mark
+
+
+def test_code_of_the_models_own_runs_only_where_that_is_asked_for(own_code, model):
+    folder, mark = own_code
+    with pytest.raises(ConfigurationError, match=r"backend\.trust_remote_code=true") as caught:
+        TransformersBackend(model_path=str(folder), threads=1)
+    assert "\n" not in str(caught.value)
+    assert not mark.exists()
+    backend = TransformersBackend(model_path=str(folder), threads=1, trust_remote_code=True)
+    assert mark.exists()
+    assert backend.describe()["trust_remote_code"] is True
+    assert type(backend._model).__name__ == "OwnModel"
+    assert backend.generate(request()).token_ids == greedy(model, PROMPT, NEW_TOKENS)[0]
+
+
 # --- settings that cannot be honoured ------------------------------------------------------------
 
 
@@ -299,6 +355,8 @@ def test_other_failures_of_the_library_are_not_renamed(folder, monkeypatch):
         ({"device": "cuda:99"}, "device=cuda:99: .* sees [0-9]+ CUDA GPUs"),
         ({"max_model_len": 65}, "65 .*max_position_embeddings=64"),
         ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
+        ({"batch_size": 0}, "batch_size=0: must be an integer in 1 to"),
+        ({"cache_config": {"nbits": 4}}, "cache_config: is of cache_implementation=quantized"),
     ],
 )
 def test_bad_settings_are_told_in_one_line(folder, setting, message):
@@ -313,10 +371,38 @@ def test_cuda_without_a_gpu_is_refused(folder):
         TransformersBackend(model_path=str(folder), device="cuda")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_cache_that_cannot_work_here_is_refused_before_any_sample(folder):
-    with pytest.raises(ConfigurationError, match="cache_implementation=offloaded"):
-        TransformersBackend(model_path=str(folder), cache_implementation="offloaded")
+NEEDS = {"offloaded": "CUDA", "offloaded_static": "CUDA", "quantized": "pip install optimum-quanto"}
+"""What caches need that may be missing."""
+
+
+@pytest.mark.parametrize("cache", CACHE_IMPLEMENTATIONS)
+def test_every_cache_answers_alike_or_is_refused_before_any_sample(folder, model, cache):
+    try:
+        backend = TransformersBackend(model_path=str(folder), threads=1, cache_implementation=cache)
+    except ConfigurationError as error:
+        told = str(error)
+        assert re.match(rf"[^\n]*cache_implementation={cache}[^\n]*{NEEDS[cache]}[^\n]*$", told)
+        return
+    assert backend.describe()["cache_implementation"] == cache
+    if cache != "quantized":
+        assert backend.generate(request()).token_ids == greedy(model, PROMPT, NEW_TOKENS)[0]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])  # flex_attention compiles half a minute
+def test_every_attention_gives_the_same_tokens(folder, model, attention):
+    backend = TransformersBackend(model_path=str(folder), threads=1, attn_implementation=attention)
+    answer = backend.generate(request())
+    assert answer.token_ids == greedy(model, PROMPT, NEW_TOKENS)[0]
+    assert answer.kernel == attention
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_is_computed_in(folder, dtype):
+    backend = TransformersBackend(model_path=str(folder), threads=1, dtype=dtype)
+    kind = getattr(torch, dtype)
+    assert {one.dtype for one in backend._model.parameters()} == {kind}
+    tokens, _ = greedy(make_model().to(kind), PROMPT, 3)
+    assert backend.generate(request(new_tokens=3)).token_ids == tokens
 
 
 def write_config(folder, **values):

@@ -114,10 +114,13 @@ def test_what_the_first_constructor_raises_is_not_hidden(scripted):
 
 @pytest.mark.parametrize("name", ["oracle", "gpu_only", "offload", "hf"])
 def test_ours_pass(cli, name):
-    blocks = ["backend.kvcache_block_size=128", "backend.chunk_tokens=256"]
+    more = {
+        "offload": ["backend.kvcache_block_size=128", "backend.chunk_tokens=256"],
+        "hf": ["backend.batch_size=2"],
+    }
     finished = cli(
         *(f"backend={name}", f"length={LENGTH}", "device=cpu", "threads=1"),
-        *(blocks if name == "offload" else []),
+        *more.get(name, []),
         entry=main,
     )
     assert finished.status == 0, finished.out + finished.err
