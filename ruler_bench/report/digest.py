@@ -151,6 +151,12 @@ def with_settings(digests: Sequence[Digest]) -> list[Digest]:
     ]
 
 
+def name_parts(row: Row) -> list[str]:
+    """Return what tells a run from others, without its arm."""
+    parts = [row.task, f"{row.length_tokens} tokens", row.backend, row.model, row.settings]
+    return [visible(part) for part in parts if part]
+
+
 def state_of(record: Record) -> str:
     """Return one of STATES."""
     if record.error is not None:

@@ -20,13 +20,14 @@ from ruler_bench.report.digest import (
     FAILURES_KEPT,
     STATES,
     Digest,
-    Shown,
     digest,
+    name_parts,
     total_kinds,
     with_settings,
 )
 from ruler_bench.report.provenance import shared_and_own
-from ruler_bench.report.rows import Row, Run
+from ruler_bench.report.rows import Run
+from ruler_bench.report.strips import strips_of
 from ruler_bench.report.tables import COLUMNS, shown_columns
 from ruler_bench.report.text import human_number, human_seconds, visible
 
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 PAGE = "report.html"
-BLOCK = 25
-"""Indices side by side in a strip: as many as a telephone shows."""
-LISTED_CARDS, LISTED_SQUARES, LISTED_RUNS, LISTED_ROWS = 300, 6000, 40, 400
+LISTED_RUNS, LISTED_ROWS = 40, 400
 TAIL_CHARACTERS = 300
 
 SCORE_COLUMNS = (
@@ -97,27 +96,6 @@ class Section:
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Square:
-    """One index in one arm: its state, what hovering shows, and the card that a click opens."""
-
-    state: str
-    hint: str
-    card: str | None
-
-
-@dataclass(frozen=True)
-class Card:
-    """Everything about one index of a run."""
-
-    key: str
-    title: str
-    is_right: bool
-    expected: str
-    tail: str
-    answers: Sequence[tuple[str, Shown]]
-
-
 def write_page(
     folder: Path,
     runs: Sequence[Run],
@@ -164,12 +142,6 @@ def tails_of(prompts: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {key: visible(text[-TAIL_CHARACTERS:]) for key, text in prompts}
 
 
-def name_parts(row: Row) -> list[str]:
-    """Return what tells a run from others, without its arm."""
-    parts = [row.task, f"{row.length_tokens} tokens", row.backend, row.model, row.settings]
-    return [visible(part) for part in parts if part]
-
-
 def render(digests: Sequence[Digest], page: Page) -> str:
     """Return the page as HTML."""
     rows = [one.row for one in digests]
@@ -180,7 +152,7 @@ def render(digests: Sequence[Digest], page: Page) -> str:
         if name in columns and len({columns[name](row) for row in rows}) == 1:
             del columns[name]
     shared, own = shared_and_own([one.manifest for one in digests])
-    cards, strips, left_out = _strips(digests, page)
+    cards, strips, left_out = strips_of(digests, page.tails or {}, page.links or {})
     return _template().render(
         page=page,
         headline=_headline(digests, page.verdict),
@@ -329,117 +301,6 @@ def _own_settings(
         if settings and one.run not in found:
             found[one.run] = (", ".join(name_parts(one.row)), settings)
     return list(found.values())[:LISTED_RUNS]
-
-
-# --- strips of indices, and a card for each -----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Strip:
-    """The indices of a run by arm, in blocks that lie side by side where there is room."""
-
-    title: str
-    link: str | None
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some indices: the first and the last, and the squares of each arm."""
-
-    first: int
-    last: int
-    arms: Sequence[tuple[str, Sequence[Square | None]]]
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """What a page has no room for."""
-
-    cards: int
-    squares: int
-
-
-def _strips(digests: Sequence[Digest], page: Page) -> tuple[list[Card], list[Strip], LeftOut]:
-    groups: dict[int, list[Digest]] = {}
-    for one in digests:
-        groups.setdefault(one.run, []).append(one)
-    cards = _cards(groups, page, len(groups) > 1)
-    known = {card.key for card in cards}
-    strips: list[Strip] = []
-    room = LISTED_SQUARES
-    squares_left_out = 0
-    for number, arms in groups.items():
-        count = sum(len(one.shown) for one in arms)
-        if count > room or len(strips) == LISTED_RUNS:
-            squares_left_out += count
-            continue
-        if count:
-            room -= count
-            strips.append(_strip(number, arms, known, page))
-    wanted = sum(
-        len({one.ordinal for arm in arms for one in arm.shown if one.state != "right"})
-        for arms in groups.values()
-    )
-    listed = sum(not card.is_right for card in cards)
-    return cards, strips, LeftOut(wanted - listed, squares_left_out)
-
-
-def _cards(groups: Mapping[int, Sequence[Digest]], page: Page, several: bool) -> list[Card]:
-    """Return cards of indices, those that failed first, as many as a page has room for."""
-    found: list[Card] = []
-    for number, arms in groups.items():
-        by_ordinal: dict[int, list[tuple[str, Shown]]] = {}
-        for arm in arms:
-            for one in arm.shown:
-                by_ordinal.setdefault(one.ordinal, []).append((visible(arm.arm), one))
-        run = f" of {', '.join(name_parts(arms[0].row))}" if several else ""
-        for ordinal, answers in sorted(by_ordinal.items()):
-            first = answers[0][1]
-            tail = (page.tails or {}).get(first.prompt_sha256, "")
-            found.append(
-                Card(
-                    key=_key(number, ordinal),
-                    title=f"Index {ordinal}{run}",
-                    is_right=all(one.state == "right" for _, one in answers),
-                    expected=first.expected,
-                    tail=tail,
-                    answers=answers,
-                )
-            )
-    found.sort(key=lambda card: card.is_right)
-    return found[:LISTED_CARDS]
-
-
-def _key(run: int, ordinal: int) -> str:
-    return f"i{run}-{ordinal}"
-
-
-def _strip(number: int, arms: Sequence[Digest], known: set[str], page: Page) -> Strip:
-    ordinals = sorted({one.ordinal for arm in arms for one in arm.shown})
-    by_arm = [(visible(arm.arm), {one.ordinal: one for one in arm.shown}) for arm in arms]
-    blocks = []
-    for start in range(0, len(ordinals), BLOCK):
-        part = ordinals[start : start + BLOCK]
-        lines = [
-            (name, [_square(number, shown.get(ordinal), name, known) for ordinal in part])
-            for name, shown in by_arm
-        ]
-        blocks.append(Block(part[0], part[-1], lines))
-    title = ", ".join(name_parts(arms[0].row))
-    return Strip(title, (page.links or {}).get(number), blocks)
-
-
-def _square(number: int, one: Shown | None, arm: str, known: set[str]) -> Square | None:
-    if one is None:
-        return None
-    key = _key(number, one.ordinal)
-    before = "none" if one.predecessor is None else str(one.predecessor)
-    hint = (
-        f"index {one.ordinal}, {arm}: {one.state}\nexpected: {one.expected}\ngot: {one.got}\n"
-        f"predecessor: {before}, position {one.position}"
-    )
-    return Square(one.state, hint, key if key in known else None)
 
 
 def link_to(page: Path, target: Path) -> str:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ruler_bench.report import page as pages
 from ruler_bench.report import write_page
+from ruler_bench.report.strips import LISTED_CARDS
 from ruler_bench.report.text import visible
 
 SCRIPTS = (
@@ -181,7 +182,7 @@ def test_failures_come_first_and_the_page_stays_small(record, run, tmp_path):
     text = page(tmp_path, run(*[record(i) for i in range(400)], *wrong))
     assert len(text) < 2_000_000
     keys = re.findall(r'<article id="i0-(\d+)"', text)
-    assert keys == [str(i) for i in range(400, 400 + pages.LISTED_CARDS)]
+    assert keys == [str(i) for i in range(400, 400 + LISTED_CARDS)]
     assert "100 more indices with failures are in records.jsonl" in text
     # Each square that is a link leads to a card.
     assert set(re.findall(r'href="#i0-(\d+)"', text)) == set(keys)
