@@ -84,7 +84,11 @@ def test_each_row_is_what_its_request_has_alone(alone, batched, rows, stops):
         for number, (prompt, limit) in enumerate(rows)
     ]
     for request, found in zip(requests, together(batched, requests), strict=True):
-        expected = alone.generate(request)
+        (expected,) = together(alone, [request])
+        assert type(found) is type(expected)
+        if isinstance(expected, NonFiniteLogits):  # it generated the poisoned token itself
+            assert str(found) == str(expected)
+            continue
         assert found.token_ids == expected.token_ids
         assert found.finish_reason == expected.finish_reason
         assert found.prompt_tokens == len(request.prompt_token_ids)
