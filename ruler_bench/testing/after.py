@@ -46,7 +46,7 @@ def check_leakage(result: Result, bench: Bench, engine: Backend) -> None:
 
 def check_order(result: Result, bench: Bench, engine: Backend) -> None:
     """Check that each answer is the one to its own prompt, also with several in flight."""
-    for prompt in (*bench.prompts.all, *reversed(bench.prompts.all)):
+    for prompt in reversed(bench.prompts.all):
         needle = bench.foreign_needle(prompt, bench.ask(engine, prompt))
         result.expect(needle is None, f"{prompt.name}: the answer is another prompt's, {needle}")
     concurrency = concurrency_of(engine)

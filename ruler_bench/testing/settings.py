@@ -52,21 +52,20 @@ def check_describe(
         if name not in HARNESS_ARGUMENTS and not name.startswith("_"):
             result.expect(name in found, f"describe() does not tell the setting {name}")
     for name, value in (asked or {}).items():
-        if name in found and not _is_choice(value, found[name]):
+        if name in found:
             result.expect(
-                found[name] == _plain(value),
+                _agrees(value, found[name]),
                 f"describe() says {name}={found[name]!r} where {value!r} was asked for",
             )
 
 
-def _is_choice(value: Any, found: Any) -> bool:
-    """Tell whether a value leaves the choice to the engine: null, "auto", a word for a number."""
-    is_word = isinstance(value, str) and not isinstance(found, str)
-    return value is None or value == AUTO or is_word
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _agrees(asked: Any, found: Any) -> bool:
+    """Tell whether a setting is in force; null, "auto" or a word for a number is the engine's."""
+    if isinstance(asked, dict) and isinstance(found, dict):
+        return all(key in found and _agrees(one, found[key]) for key, one in asked.items())
+    is_word = isinstance(asked, str) and not isinstance(found, str)
+    plain = list(asked) if isinstance(asked, tuple) else asked
+    return asked is None or asked == AUTO or is_word or plain == found
 
 
 def _parameters(factory: Callable[[], Backend], engine: Backend) -> Mapping[str, inspect.Parameter]:

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 
 from backends.base import Backend, PromptTooLong, Request, RequestError
 from ruler_bench.config import config_dir, register_schemas
-from ruler_bench.host import start_backend
+from ruler_bench.host import bound_factory, start_backend
 from ruler_bench.model_files import model_folder, stop_token_ids
 from ruler_bench.tasks import DataSpec, generate
+from ruler_bench.testing import check_backend
 from ruler_bench.tokenizer import load_tokenizer
 
 ELSEWHERE = ("custom", "vllm")
@@ -21,11 +22,20 @@ ELSEWHERE = ("custom", "vllm")
 NAMES = sorted(
     one.stem for one in (config_dir() / "backend").glob("*.yaml") if one.stem not in ELSEWHERE
 )
-LENGTH = 1024
-MODELS = [name for name in NAMES if name != "oracle"]
+LENGTH, SHORT = 1024, 448
 LONG = {"offload_two_slots_32k"}
 """Built for a context of its own, whatever the samples."""
-TELL_TOKENS = [name for name in MODELS if name != "openai"]
+TELL_TOKENS = [name for name in NAMES if name not in ("oracle", "openai")]
+CHECKED = {
+    "oracle": (),
+    "openai": (),
+    "hf": ("backend.batch_size=2",),
+    "gpu_only": (),
+    "offload": ("backend.kvcache_block_size=128", "backend.chunk_tokens=256"),
+}
+"""Checked with all that the kit for other people's backends asks; further presets of our engine are
+asked less."""
+LESS = [name for name in NAMES if name not in CHECKED]
 SERVER = Path(__file__).parent.parent / "servers" / "faulty.py"
 NEEDED = {"openai": [f"backend.serve.command=[{sys.executable},{SERVER},--port,'{{port}}']"]}
 """What a backend cannot do without."""
@@ -48,20 +58,26 @@ def samples():
     return [(one, tuple(tokenizer.encode_prompt(one.prompt))) for one in generate(spec, 3)]
 
 
-def start(name, length=LENGTH, *overrides):
+def settings_of(name, *overrides):
     overrides = (*NEEDED.get(name, ()), *overrides)
-    settings = OmegaConf.to_container(compose(f"backend={name}", *overrides).backend, resolve=True)
-    harness = {
+    return OmegaConf.to_container(compose(f"backend={name}", *overrides).backend, resolve=True)
+
+
+def harness(length):
+    return {
         "model_path": str(model_folder("package:probe")),
         "device": "cpu",
         "threads": 1,
         "max_model_len": length,
         "dtype": "auto",
     }
-    return start_backend(settings, harness)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+def start(name, length=LENGTH, *overrides):
+    return start_backend(settings_of(name, *overrides), harness(length))
+
+
+@pytest.fixture(scope="module", params=LESS)
 def backend(request):
     engine = start(request.param)
     yield engine
@@ -83,6 +99,18 @@ def text_of(generation, request):
         return generation.text
     tokenizer = load_tokenizer(str(model_folder("package:probe")))
     return tokenizer.decode([i for i in generation.token_ids if i not in request.stop_token_ids])
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_it_keeps_the_whole_contract(name):
+    settings = settings_of(name, *CHECKED[name])
+    build = bound_factory(settings, harness(SHORT))
+    del settings["_target_"]
+    report = check_backend(build, length=SHORT, asked=settings)
+    states = {one.name: one.state for one in report.results}
+    unchecked = {check for check, state in states.items() if state != "kept"}
+    # Without token ids there is less to check.
+    assert unchecked == (set() if name in TELL_TOKENS else {"limits", "stop"})
 
 
 def test_it_is_a_backend_that_says_what_is_in_force(backend):
@@ -130,7 +158,7 @@ def test_the_same_question_has_the_same_answer_after_others(backend, samples):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in LONG])
+@pytest.mark.parametrize("name", [name for name in LESS if name not in LONG])
 def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_goes_on(name, samples):
     engine = start(name)
     sample, ids = samples[0]

@@ -76,7 +76,7 @@ tokens = st.integers(0, VOCABULARY - 1).filter(lambda one: one != POISONED)
 asked = st.tuples(st.lists(tokens, min_size=1, max_size=40), st.integers(1, 12))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(asked, min_size=2, max_size=6), st.lists(tokens, max_size=2))
 def test_each_row_is_what_its_request_has_alone(alone, batched, rows, stops):
     requests = [

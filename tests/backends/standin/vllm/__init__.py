@@ -6,12 +6,15 @@ https://docs.vllm.ai/en/latest/api/ lists them; of keyword arguments that go on 
 those that backends/vllm.py names. Whatever else it is given is a TypeError, as there.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NotRequired, TypedDict
 
 from backends.oracle import answer_from_needles
+from ruler_bench.model_files import model_folder
+from ruler_bench.tokenizer import load_tokenizer
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 
 __version__ = "0.33.0"
@@ -32,6 +35,11 @@ ENGINE_ARGUMENTS = {
 FILLER = 9
 STARTED = []
 """Every LLM that was built."""
+
+
+@functools.cache
+def probe_tokenizer():
+    return load_tokenizer(str(model_folder("package:probe")))
 
 
 class TokensPrompt(TypedDict):
@@ -174,9 +182,6 @@ class LLM:
         )
 
     def _tokens(self, ids):
-        from ruler_bench.model_files import model_folder
-        from ruler_bench.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(str(model_folder("package:probe")))
+        tokenizer = probe_tokenizer()
         answer = answer_from_needles(tokenizer.decode(ids))
         return [*tokenizer.encode_prompt(answer)[1:], 0]
