@@ -10,6 +10,7 @@ from typing import Any
 
 from ruler_bench.config import PACKAGED_PREFIX
 from ruler_bench.errors import UsageError, unknown_name
+from ruler_bench.pretrained import PRETRAINED, pretrained_folder
 
 ASSETS = Path(__file__).parent / "assets"
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
@@ -24,7 +25,8 @@ def model_folder(path: str) -> Path:
         path: `package:NAME`, a folder, or a hub name such as `org/model`.
 
     Raises:
-        UsageError: there is no such folder, or the hub cannot be reached or has no such model.
+        UsageError: there is no such folder, the hub cannot be reached or has no such model, or a
+            package that brings a model is missing.
     """
     if path.startswith(PACKAGED_PREFIX):
         return _packaged(path.removeprefix(PACKAGED_PREFIX))
@@ -50,9 +52,11 @@ def model_folder(path: str) -> Path:
 
 
 def _packaged(name: str) -> Path:
+    if name in PRETRAINED:
+        return pretrained_folder(name)
     names = [one.name for one in ASSETS.iterdir() if one.is_dir()] if ASSETS.is_dir() else []
     if name not in names:
-        raise unknown_name("packaged model", name, names)
+        raise unknown_name("packaged model", name, [*names, *PRETRAINED])
     return ASSETS / name
 
 
