@@ -8,11 +8,12 @@ from typing import Any
 
 from backends.base import ConfigurationError
 from ruler_bench import manifest
-from ruler_bench.config import Cell
+from ruler_bench.bench import Bench, check_cell, prepared
+from ruler_bench.cell import Cell
+from ruler_bench.engines import with_advice_that_works
 from ruler_bench.host import memory_plan, settings_of_arm
 from ruler_bench.leak.arms import REFERENCES, variant_of
 from ruler_bench.records import Record
-from ruler_bench.run import Bench, check_cell, prepared, with_advice_that_works
 from ruler_bench.streams import Stream
 
 

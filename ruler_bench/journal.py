@@ -12,28 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from ruler_bench import device, manifest, model_files, source
-from ruler_bench.config import (
-    Cell,
-    as_indices,
-    backend_keys_without_results,
-    portable_path,
-    shareable,
-)
+from ruler_bench.cell import Cell
 from ruler_bench.errors import UsageError
 from ruler_bench.leak.arms import REFERENCE, REFERENCES, Arm, in_running_order, variant_of
 from ruler_bench.leak.join import ArmFacts, arm_facts
 from ruler_bench.questions import Questions
-from ruler_bench.records import (
-    Record,
-    RecordingError,
-    RecordWriter,
-    read_records,
-    repair_last_line,
-)
+from ruler_bench.records import Record, RecordingError, RecordWriter, read_records, repair_last_line
 from ruler_bench.report import Run
+from ruler_bench.result_folder import backend_keys_without_results
 from ruler_bench.score import score
+from ruler_bench.sharing import portable_path, shareable
 from ruler_bench.streams import Step, Stream
 from ruler_bench.tasks import DataSpec, Sample
+from ruler_bench.values import as_indices
 
 SOURCES = "sources"
 """In the manifest: which code the engines are, see `ruler_bench.source`."""

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from ruler_bench.config import is_secret_key, portable_path
 from ruler_bench.errors import UsageError
 from ruler_bench.leak.arms import arms_of
+from ruler_bench.sharing import is_secret_key, portable_path
 
 FORMAT_VERSION = 1
 MANIFEST, RECORDS, LOCK = "manifest.json", "records.jsonl", ".lock"

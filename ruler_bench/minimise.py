@@ -32,7 +32,7 @@ from typing import NoReturn
 from backends.base import ConfigurationError
 from ruler_bench import manifest as manifests
 from ruler_bench import model_files
-from ruler_bench.config import Cell, is_secret_key, portable_path, shareable
+from ruler_bench.cell import Cell
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.leak.arms import ONE_ENGINE
 from ruler_bench.leak.classes import LEAK, RACE
@@ -81,6 +81,7 @@ from ruler_bench.leak.reproducer import (
     write_reproducer,
 )
 from ruler_bench.records import Record
+from ruler_bench.sharing import is_secret_key, portable_path, shareable
 from ruler_bench.streams import AGING_ORDINALS
 from ruler_bench.tokenizer import Tokenizer
 

@@ -21,11 +21,9 @@ from ruler_bench.cli import (
     run_app,
 )
 from ruler_bench.config import (
-    MAX_LENGTH,
     PrepareConfig,
     chat_of,
     check_data_keys,
-    check_int,
     check_keys,
     task_spec,
     tokenizer_name,
@@ -34,6 +32,7 @@ from ruler_bench.errors import UsageError
 from ruler_bench.folders import folder_of
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.sample import Sample
+from ruler_bench.values import MAX_LENGTH, check_int
 
 
 def main() -> int:

@@ -18,13 +18,15 @@ from typing import Any
 
 from backends.base import ConfigurationError
 from ruler_bench import manifest
-from ruler_bench.config import Cell
+from ruler_bench.bench import check_cell, prepared
+from ruler_bench.cell import Cell
+from ruler_bench.engines import new_life
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.kept import Kept
 from ruler_bench.leak.arms import in_running_order, kind_of
 from ruler_bench.lives import Life
 from ruler_bench.report import Run, write_page, write_reports
-from ruler_bench.run import INTERRUPTED, Outcome, check_cell, new_life, prepared, run_cell
+from ruler_bench.run import INTERRUPTED, Outcome, run_cell
 from ruler_bench.suites import PER_SUITE, Suite
 
 SUITE_FILE = "suite.json"

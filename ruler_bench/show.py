@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 from tabulate import tabulate
 
 from backends.base import ConfigurationError
-from ruler_bench.config import as_indices
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.leak.arms import REFERENCES, in_running_order
 from ruler_bench.leak.rebuild import RunFolder, read_run
@@ -30,6 +29,7 @@ from ruler_bench.records import Record
 from ruler_bench.report.digest import state_of
 from ruler_bench.report.prompts import prompts_of
 from ruler_bench.report.text import human_bytes, human_number, human_seconds, visible
+from ruler_bench.values import as_indices
 
 USAGE_ERROR = 2
 SHOWN_OUTPUT, SHOWN_TAIL, SHOWN_AROUND, SHOWN_PLACES = 400, 400, 60, 8

@@ -33,24 +33,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `scripts` and `ruler_bench`, wherever this is run from
 
 from backends.base import ConfigurationError  # noqa: E402
-from ruler_bench.config import default_threads, portable_path, resolve_device  # noqa: E402
 from ruler_bench.device import device_name  # noqa: E402
 from ruler_bench.errors import UsageError, unknown_name  # noqa: E402
 from ruler_bench.model_files import model_folder  # noqa: E402
 from ruler_bench.records import RecordingError  # noqa: E402
 from ruler_bench.report.text import code_block, visible  # noqa: E402
+from ruler_bench.sharing import portable_path  # noqa: E402
+from ruler_bench.values import default_threads, resolve_device  # noqa: E402
 from scripts.check import accuracy, bits, soak  # noqa: E402
 from scripts.check.bench import Bench, Verdict  # noqa: E402
 from scripts.check.engines import OFFLOADED, Cuts, EngineOptions  # noqa: E402
 from scripts.check.ledger import REPORT, Ledger, open_ledger  # noqa: E402
 from scripts.check.processes import Launch, in_processes  # noqa: E402
-from scripts.check.questions import (  # noqa: E402
-    TASKS,
-    Batch,
-    Source,
-    cut_batches,
-    prepare,
-)
+from scripts.check.questions import TASKS, Batch, Source, cut_batches, prepare  # noqa: E402
 
 PROVEN, NOT_PROVEN, WRONG, INTERRUPTED = 0, 1, 2, 130
 CHECKS = (bits.NAME, accuracy.NAME, soak.NAME)

@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))  # `scripts` and `ruler_bench`, wherever this is r
 
 from backends.base import ConfigurationError  # noqa: E402
 from backends.engine.faults import FAULTS  # noqa: E402
-from ruler_bench.config import resolve_device  # noqa: E402
 from ruler_bench.errors import UsageError, unknown_name  # noqa: E402
 from ruler_bench.model_files import model_folder  # noqa: E402
+from ruler_bench.values import resolve_device  # noqa: E402
 from scripts.check.questions import Batch, Source, load_task, prepare  # noqa: E402
 from scripts.founding import report  # noqa: E402
 from scripts.founding.jobs import PARTS, Job, Plan, StoppedJob, jobs_of, keep_plan, run  # noqa: E402

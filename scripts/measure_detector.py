@@ -37,9 +37,9 @@ import torch  # noqa: E402
 from backends.base import ConfigurationError  # noqa: E402
 from backends.engine.faults import FAULTS  # noqa: E402
 from backends.engine.settings import resolve_device  # noqa: E402
-from ruler_bench.config import portable_path  # noqa: E402
 from ruler_bench.errors import UsageError, one_line, unknown_name  # noqa: E402
 from ruler_bench.leak.join import PERSISTENT, REFERENCE  # noqa: E402
+from ruler_bench.sharing import portable_path  # noqa: E402
 from scripts.bench.journal import Journal, environment, read_rows  # noqa: E402
 from scripts.detector import alarms, clean, faults, table  # noqa: E402
 

@@ -32,19 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `scripts` and `ruler_bench`, wherever this is run from
 
 from backends.base import ConfigurationError  # noqa: E402
-from ruler_bench.config import default_threads, portable_path, resolve_device  # noqa: E402
 from ruler_bench.device import device_name  # noqa: E402
 from ruler_bench.errors import UsageError, one_line, unknown_name  # noqa: E402
 from ruler_bench.manifest import now, versions  # noqa: E402
 from ruler_bench.model_files import model_folder  # noqa: E402
+from ruler_bench.sharing import portable_path  # noqa: E402
+from ruler_bench.values import default_threads, resolve_device  # noqa: E402
 from scripts.accuracy.cells import NOTE, Plan, run_of, run_policy  # noqa: E402
-from scripts.accuracy.policies import (  # noqa: E402
-    DEFAULT,
-    FULL,
-    PolicySpec,
-    parse_policies,
-    parse_policy,
-)
+from scripts.accuracy.policies import DEFAULT, FULL, PolicySpec, parse_policies, parse_policy  # noqa: E402
 from scripts.accuracy.smollm2 import smollm2_folder  # noqa: E402
 from scripts.accuracy.table import Result, render, write_csv  # noqa: E402
 from scripts.check.questions import TASKS, Batch, Source, prepare  # noqa: E402

@@ -390,8 +390,8 @@ def test_dry_run_counts_each_arm_and_starts_nothing(cli, workdir, monkeypatch):
     def build(*_):
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("ruler_bench.run.LocalLife", build)
-    monkeypatch.setattr("ruler_bench.run.ProcessLife", build)
+    monkeypatch.setattr("ruler_bench.engines.LocalLife", build)
+    monkeypatch.setattr("ruler_bench.engines.ProcessLife", build)
     finished = cli(*mine, "num_samples=4", "dry_run=true")
     assert finished.status == 0, finished.err
     assert "requests: 18 to run, 2 recorded already" in finished.out

@@ -9,7 +9,9 @@ from typing import Any
 
 from ruler_bench import manifest as manifests
 from ruler_bench import model_files
-from ruler_bench.config import MAX_THREADS, Cell, check_int, resolve_device
+from ruler_bench.asking import CANCEL_SECONDS
+from ruler_bench.bench import data_spec, least_context_tokens, load_tokenizers, planned
+from ruler_bench.cell import Cell
 from ruler_bench.errors import UsageError, one_line, unknown_name
 from ruler_bench.folders import cache_dir
 from ruler_bench.host import check_fresh_engines, checked_factory, settings_of_arm
@@ -30,16 +32,10 @@ from ruler_bench.lives import Life, LocalLife, ProcessLife, StartFailed
 from ruler_bench.manifest import RECORDS, read_manifest
 from ruler_bench.questions import Questions
 from ruler_bench.records import Record, read_records
-from ruler_bench.run import (
-    CANCEL_SECONDS,
-    data_spec,
-    least_context_tokens,
-    load_tokenizers,
-    planned,
-)
 from ruler_bench.streams import AGING_ORDINALS, Step
 from ruler_bench.tasks import make_task
 from ruler_bench.tokenizer import Chat, Tokenizer
+from ruler_bench.values import MAX_THREADS, check_int, resolve_device
 
 TIMEOUT_SECONDS = 3600.0
 PROCESS, IN_PROCESS = "process", "inprocess"

@@ -7,8 +7,9 @@ import sys
 from omegaconf import DictConfig
 
 from backends.base import ConfigurationError
+from ruler_bench.cell import Cell
 from ruler_bench.cli import USAGE_ERROR, JobResult, choices_and_overrides, print_error, run_app
-from ruler_bench.config import Cell, cells
+from ruler_bench.config import cells
 
 BROKEN = 1
 
@@ -36,9 +37,9 @@ def job(config: DictConfig) -> JobResult:
 
 def check_cell(cell: Cell) -> int:
     """Check the backend of a cell and print what was checked; return the exit status."""
+    from ruler_bench.bench import harness_arguments, least_context_tokens  # noqa: PLC0415
     from ruler_bench.host import TARGET, bound_factory  # noqa: PLC0415 (--help does not wait for it)
     from ruler_bench.model_files import model_folder  # noqa: PLC0415
-    from ruler_bench.run import harness_arguments, least_context_tokens  # noqa: PLC0415
     from ruler_bench.testing import BackendContractError, check_backend  # noqa: PLC0415
     from ruler_bench.tokenizer import load_tokenizer  # noqa: PLC0415
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ruler_bench.config import Cell
+from ruler_bench.bench import least_context_tokens, load_tokenizers
+from ruler_bench.cell import Cell
 from ruler_bench.journal import read_run
 from ruler_bench.kept import Kept
 from ruler_bench.lives import LocalLife
 from ruler_bench.model_files import model_folder
 from ruler_bench.report import Run
-from ruler_bench.run import INTERRUPTED, least_context_tokens, load_tokenizers, run_cell
+from ruler_bench.run import INTERRUPTED, run_cell
 from scripts.accuracy.policies import FULL, PolicySpec
 from scripts.detector.runner import cell_of
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ruler_bench import manifest as files
-from ruler_bench.config import shareable
 from ruler_bench.errors import UsageError
 from ruler_bench.journal import prompt_hash
 from ruler_bench.records import Record, RecordWriter, read_records, repair_last_line
+from ruler_bench.sharing import shareable
 from ruler_bench.tasks import Question
 from scripts.check.engines import EngineSpec
 from scripts.check.memory import MemorySample

@@ -12,11 +12,11 @@ from typing import Any
 
 from backends.base import Backend, ConfigurationError, Request, RequestError
 from ruler_bench.answer import checked_generation
+from ruler_bench.asking import output_text
 from ruler_bench.errors import one_line
-from ruler_bench.host import start_backend
+from ruler_bench.host import described, start_backend
 from ruler_bench.journal import prompt_hash
 from ruler_bench.records import Record
-from ruler_bench.run import described, output_text
 from ruler_bench.score import score
 from ruler_bench.tasks import Question
 from ruler_bench.tokenizer import Tokenizer, load_tokenizer

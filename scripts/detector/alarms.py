@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ruler_bench.config import Cell
+from ruler_bench.asking import ask, record_of
+from ruler_bench.bench import Bench, data_spec, load_tokenizers, planned
+from ruler_bench.cell import Cell
 from ruler_bench.folders import cache_dir
 from ruler_bench.journal import Journal, prompt_hash
 from ruler_bench.leak.arms import ENGINE_PER_SAMPLE, ONE_ENGINE, REFERENCE, Arm
@@ -21,7 +23,6 @@ from ruler_bench.lives import LocalLife
 from ruler_bench.model_files import model_folder
 from ruler_bench.questions import Questions
 from ruler_bench.records import Record
-from ruler_bench.run import Bench, ask, data_spec, load_tokenizers, planned, record_of
 from ruler_bench.streams import Stream
 from scripts.detector.clean import figures
 from scripts.detector.noisy import NOISES, REVEALS

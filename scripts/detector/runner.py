@@ -12,7 +12,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 
-from ruler_bench.config import Cell, cells, config_dir, register_schemas
+from ruler_bench.bench import data_spec, load_tokenizers, planned
+from ruler_bench.cell import Cell
+from ruler_bench.config import cells, config_dir, register_schemas
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.folders import cache_dir
 from ruler_bench.journal import prompt_hash, read_run
@@ -21,7 +23,7 @@ from ruler_bench.leak.join import PERSISTENT, ArmFacts, arm_facts
 from ruler_bench.model_files import model_folder
 from ruler_bench.questions import Questions
 from ruler_bench.records import Record
-from ruler_bench.run import data_spec, load_tokenizers, planned, run_cell
+from ruler_bench.run import run_cell
 
 INTERRUPTED = 130
 

@@ -5,27 +5,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from ruler_bench import config
-from ruler_bench.errors import UsageError
+from ruler_bench.result_folder import KEYS_WITHOUT_RESULTS, result_folder
 
 CHOICES = {"task": "niah_single_1", "backend": "oracle", "model": "probe"}
 
 
 def folder(overrides, swept=None, out=None, lengths=(4096,), backend=None):
     values = OmegaConf.create({"out": out, "backend": backend})
-    return config._result_folder(values, CHOICES, overrides, lengths, swept)
+    return result_folder(values, CHOICES, overrides, lengths, swept)
 
 
 def test_the_folder_names_task_backend_model_and_length():
     assert folder([]) == Path("results/niah_single_1_oracle_probe_4096")
     assert folder([], out="mine") == Path("mine")
     values = OmegaConf.create({"out": None, "backend": None, "suite": {"tasks": ["vt"]}})
-    found = config._result_folder(values, CHOICES | {"suite": "niah"}, ["suite=niah"], (9,), None)
+    found = result_folder(values, CHOICES | {"suite": "niah"}, ["suite=niah"], (9,), None)
     assert found == Path("results/niah_oracle_probe_9")
 
 
 def test_keys_that_change_no_result_are_not_in_the_folder_name():
-    quiet = [f"{key}=1" for key in config.KEYS_WITHOUT_RESULTS]
+    quiet = [f"{key}=1" for key in KEYS_WITHOUT_RESULTS]
     assert folder([*quiet, "backend.api_key=very-secret", "length=4096"]) == folder([])
 
 
@@ -77,51 +76,3 @@ names = st.sampled_from(["backend.a", "backend.a_b", "b", "backend.x-y", "seed"]
 def test_different_settings_never_share_a_folder(pair):
     first, second = ([f"{key}={value}" for key, value in one.items()] for one in pair)
     assert (folder(first) == folder(second)) == (pair[0] == pair[1])
-
-
-@given(st.sets(st.integers(0, 300), min_size=1, max_size=30))
-def test_ordinals_are_read_as_written(chosen):
-    entries, expected = [], sorted(chosen)
-    for one in expected:
-        entries.append(f"{one}-{one}" if one % 3 == 0 else one)
-    assert config.parse_ordinals(entries, 20) == tuple(expected)
-
-
-@given(st.sets(st.integers(0, 60), min_size=1, max_size=30))
-def test_ordinals_written_as_indices_read_back(chosen):
-    entries = config.as_indices(sorted(chosen))
-    read = [int(one) if one.isdigit() else one for one in entries]
-    assert config.parse_ordinals(read, 1) == tuple(sorted(chosen))
-
-
-def test_ranges_include_both_ends():
-    assert config.parse_ordinals(["0-4", 9], 1) == (0, 1, 2, 3, 4, 9)
-    assert config.parse_ordinals(None, 3) == (0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    "entry", ["a", "1-", "3-1", -1, 1.5, True, None, "0-99999999", "\u0663-\u0665"]
-)
-def test_anything_else_is_refused(entry):
-    with pytest.raises(UsageError, match="out of range"):
-        config.parse_ordinals([entry], 20)
-
-
-def test_paths_in_manifests_tell_no_home_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    assert config.portable_path(str(tmp_path / "model")) == "model"
-    assert config.portable_path("org/model") == "org/model"
-    assert config.portable_path(str(tmp_path / "not" / "made" / "yet")) == "not/made/yet"
-    assert config.portable_path("/no-such-folder/v1") == "/no-such-folder/v1"
-    assert config.portable_path("/" + "x" * 5000) == "/" + "x" * 5000
-
-
-@pytest.mark.parametrize("key", ["api_key", "OPENAI_API_KEY", "client_secret", "password"])
-def test_secret_keys_are_known(key):
-    assert config.is_secret_key(key)
-
-
-@pytest.mark.parametrize("key", ["tokenizer", "chunk_tokens", "num_keys", "task.key_type"])
-def test_ordinary_keys_are_not_secret(key):
-    assert not config.is_secret_key(key)
