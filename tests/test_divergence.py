@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from backends.engine import checkpoint
 from backends.engine.checkpoint import CheckpointWriter
-from ruler_bench import divergence
-from ruler_bench.divergence import DIFFERENT, NAMES, SAME, USAGE_ERROR
+from ruler_bench.divergence import NAMES, compare, read_recording, recording
+from ruler_bench.divergence.__main__ import DIFFERENT, SAME, USAGE_ERROR, main
+from ruler_bench.divergence.comparison import row_differences
 
 LAYERS, TOKENS, WIDTH = 3, 10, 4
 PER_LAYER = ("query", "key", "value", "attention", "hidden")
@@ -72,7 +73,7 @@ def divergence_of(cli):
     """Call the command and return its status and lines; on wrong usage the one line it says."""
 
     def call(*arguments):
-        finished = cli(*map(str, arguments), entry=divergence.main)
+        finished = cli(*map(str, arguments), entry=main)
         if finished.status == USAGE_ERROR:
             assert finished.out == ""
             assert len(finished.err.splitlines()) == 1, finished.err
@@ -85,8 +86,8 @@ def divergence_of(cli):
 
 def test_the_reader_knows_the_writers_format():
     for name in ("FORMAT", "FORMAT_VERSION", "MANIFEST", "TENSOR_NAME", "NAMES"):
-        assert getattr(divergence, name) == getattr(checkpoint, name)
-    assert divergence.DIGEST.itemsize == checkpoint.DIGEST_BYTES
+        assert getattr(recording, name) == getattr(checkpoint, name)
+    assert recording.DIGEST.itemsize == checkpoint.DIGEST_BYTES
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -129,8 +130,8 @@ def test_the_first_difference_is_that_of_a_plain_search(
         if (request, *place, position) in change
     )
     request, chunk, place, position = first
-    recordings = [divergence.read_recording(top / name, request) for name in "ab"]
-    comparison = divergence.compare(*recordings)
+    recordings = [read_recording(top / name, request) for name in "ab"]
+    comparison = compare(*recordings)
     key, found = comparison.first()
     assert key == place
     assert found.positions[0] == position
@@ -235,8 +236,8 @@ def test_tolerance_passes_over_small_differences_only(divergence_of, tmp_path):
 def test_other_dtypes_are_measured(tmp_path, dtype, divergence_of):
     record(tmp_path / "a", tensors=True, dtype=dtype)
     record(tmp_path / "b", tensors=True, dtype=dtype, change={(0, "value", 1, 3): 0.5})
-    recordings = [divergence.read_recording(tmp_path / name, 0) for name in "ab"]
-    (absolute,) = divergence.compare(*recordings).compared["value", 1].absolute
+    recordings = [read_recording(tmp_path / name, 0) for name in "ab"]
+    (absolute,) = compare(*recordings).compared["value", 1].absolute
     before = rows_of(0, "value", 1, dtype)[3, 0]
     assert absolute == ((before + 0.5).double() - before.double()).abs()
 
@@ -284,9 +285,7 @@ def test_row_differences_against_plain_arithmetic(pairs):
             gaps.append(0.0)
         else:
             gaps.append(abs(one - other) if math.isfinite(one - other) else math.inf)
-    absolute, relative = divergence.row_differences(
-        *(np.array([row]) for row in zip(*pairs, strict=True))
-    )
+    absolute, relative = row_differences(*(np.array([row]) for row in zip(*pairs, strict=True)))
     assert absolute.tolist() == [max(gaps)]
     if max(gaps) == 0:
         assert relative.tolist() == [0]
@@ -425,7 +424,7 @@ def test_damaged_files(refusal, workdir, harm, said):
 
 
 def test_help_says_what_it_is_for(cli):
-    finished = cli("--help", entry=divergence.main)
+    finished = cli("--help", entry=main)
     assert finished.status == 0
     assert "where two recorded runs of our engine part" in finished.out
 
