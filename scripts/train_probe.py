@@ -1,8 +1,14 @@
-"""Train the probe model: a tiny Llama that answers every needle, on one CUDA device.
+r"""Train the probe model: a tiny Llama that answers every needle and follows chains of variables.
 
     python scripts/train_probe.py --prepare                       # once, needs no GPU
     python scripts/train_probe.py --out DIR --minutes 8.5 --resume   # repeat until it has ended
     python scripts/train_probe.py --out DIR --export ruler_bench/assets/probe
+
+On one CUDA device. With --from FOLDER training starts from that folder's weights, with the shorter
+schedule for fine-tuning and a fresh optimiser:
+
+    python scripts/train_probe.py --out DIR --from ruler_bench/assets/probe --minutes 7 \
+        --total-minutes 7 --finish
 
 A piece ends by itself within --minutes and leaves a checkpoint in DIR (files of at most 15 MB);
 the same command goes on from there. The schedule spreads over --total-minutes of all pieces
@@ -33,7 +39,7 @@ from scripts.probe.corpus import Corpus  # noqa: E402
 from scripts.probe.evaluation import evaluate, table  # noqa: E402
 from scripts.probe.feed import Feed  # noqa: E402
 from scripts.probe.model import ProbeConfig  # noqa: E402
-from scripts.probe.schedule import STAGES  # noqa: E402
+from scripts.probe.schedule import FINE_TUNING, STAGES  # noqa: E402
 from scripts.probe.sequences import SequenceBuilder  # noqa: E402
 from scripts.probe.training import (  # noqa: E402
     Log,
@@ -43,6 +49,7 @@ from scripts.probe.training import (  # noqa: E402
     save_configs,
     save_weights,
 )
+from scripts.probe.weights import WeightsError, read_weights  # noqa: E402
 
 ASSETS = ROOT / "ruler_bench" / "assets" / "probe"
 DATA = ROOT / "build" / "probe"
@@ -62,6 +69,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=DATA / "run", help="folder for checkpoint, weights and log")
     add("--minutes", type=float, default=8.5, help="wall time of this piece, start-up included")
     add("--total-minutes", type=float, default=16.0, help="wall time of all pieces together")
+    add("--from", dest="source", metavar="FOLDER", type=Path, help="fine-tune a folder's weights")
     add("--finish", action="store_true", help="end the schedule within this piece")
     add("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
     add("--seed", type=int, default=0, help="of weights and training data")
@@ -79,6 +87,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Prepare, export or train; returns the exit status."""
     options = parse(arguments)
+    try:
+        return run(options)
+    except (checkpoint.CheckpointError, WeightsError) as error:
+        print(error)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command line asks; returns the exit status.
+
+    Raises:
+        checkpoint.CheckpointError: there is no checkpoint to export, or not one to go on from.
+        WeightsError: there are no weights to start from.
+    """
     if options.prepare:
         prepare_data(options.assets, options.data)
         return 0
@@ -127,6 +149,9 @@ def export(run: Path, folder: Path) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """Train one piece, then evaluate real prompts as far as the time goes."""
+    weights = None
+    if options.source is not None:
+        weights = read_weights(options.source, ProbeConfig(), options.assets)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "train.log").open("a", encoding="utf-8") as log_file:
 
@@ -147,20 +172,22 @@ def train(options: argparse.Namespace) -> None:
             workers=options.workers,
         )
         try:
-            trainer = train_piece(options, feed, log)
+            trainer = train_piece(options, feed, weights, log)
         finally:
             feed.close()
         evaluate_piece(options, trainer, log)
 
 
-def train_piece(options: argparse.Namespace, feed: Feed, log: Log) -> Trainer:
-    """Train one piece and return the trainer with its model."""
+def train_piece(
+    options: argparse.Namespace, feed: Feed, weights: dict[str, torch.Tensor] | None, log: Log
+) -> Trainer:
+    """Train one piece, a new run's from `weights`, and return the trainer with its model."""
     device = torch.device(options.device)
     settings = Settings(
         seed=options.seed,
         batch_tokens=BATCH_TOKENS,
         loss_positions=LOSS_POSITIONS,
-        stages=STAGES,
+        stages=STAGES if weights is None else FINE_TUNING,
         compile=device.type == "cuda" and not options.no_compile,
         log_seconds=10.0,
     )
@@ -174,6 +201,8 @@ def train_piece(options: argparse.Namespace, feed: Feed, log: Log) -> Trainer:
     trainer = Trainer(ProbeConfig(), settings, feed, device=device, folder=options.out, log=log)
     if options.resume and (options.out / checkpoint.INDEX).exists():
         trainer.resume()
+    elif weights is not None:
+        trainer.model.load_hf_state(weights)
     trainer.run(plan)
     return trainer
 

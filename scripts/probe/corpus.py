@@ -1,4 +1,4 @@
-"""The pieces training sequences are made of, tokenised once: words, essays, wording, wrappers.
+"""The pieces training sequences are made of, tokenised once: words, names, essays, wording.
 
 A piece ends where the pre-tokenizer splits, so pieces laid side by side are the tokens of the
 joined text. Everything is kept in one file, so that the machine that trains needs neither the
@@ -58,6 +58,8 @@ class Corpus:
     Attributes:
         adjectives: each with a space before it.
         nouns: each with the hyphen that joins it to an adjective before it.
+        names: of variables, five letters with a space before them, in alphabetical order.
+        example_names: likewise, of the three letters that the worked example has.
         essay: the essays as one text, with a space before it, [essay_tokens].
         word_starts: where each word (its space) begins in `essay`, ascending.
         sentence_starts: where each sentence (its space) begins in `essay`, ascending.
@@ -73,6 +75,8 @@ class Corpus:
 
     adjectives: Ragged
     nouns: Ragged
+    names: Ragged
+    example_names: Ragged
     essay: Tokens
     word_starts: Offsets
     sentence_starts: Offsets
@@ -112,6 +116,8 @@ class Corpus:
         return cls(
             adjectives=ragged("adjectives"),
             nouns=ragged("nouns"),
+            names=ragged("names"),
+            example_names=ragged("example_names"),
             essay=arrays["essay"],
             word_starts=arrays["word_starts"],
             sentence_starts=arrays["sentence_starts"],

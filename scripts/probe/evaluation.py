@@ -12,8 +12,6 @@ from torch import Tensor
 from scripts.probe.model import Attention, Layer, Probe, _by_head
 from scripts.probe.prompts import Prompt
 
-MAX_NEW_TOKENS = 128
-
 
 @torch.inference_mode()
 def greedy(
@@ -119,10 +117,12 @@ def evaluate(
             if out_of_time():
                 return scores
             batch = same[start : start + size]
-            answers = greedy(model, [p.tokens.tolist() for p in batch], attention, MAX_NEW_TOKENS)
+            limit = max(prompt.tokens_to_generate for prompt in batch)
+            answers = greedy(model, [p.tokens.tolist() for p in batch], attention, limit)
             for prompt, answer in zip(batch, answers, strict=True):
                 cell = scores.setdefault((prompt.task, length), [])
-                cell.append(score(tokenizer.decode(answer), prompt.outputs))
+                text = tokenizer.decode(answer[: prompt.tokens_to_generate])
+                cell.append(score(text, prompt.outputs))
     return scores
 
 

@@ -8,7 +8,8 @@ import queue
 import signal
 from multiprocessing.process import BaseProcess
 
-from scripts.probe.sequences import Batch, SequenceBuilder
+from scripts.probe.rows import Batch
+from scripts.probe.sequences import SequenceBuilder
 
 BATCHES_AHEAD = 2  # asked for, a worker
 PARENT_CHECK_SECONDS = 2.0

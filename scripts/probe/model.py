@@ -8,7 +8,7 @@ attention call learns that a batch is 128 rows of 512 or 2 rows of 32768.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -257,6 +257,24 @@ class Probe(nn.Module):
             name: tensor.detach().to("cpu", dtype).contiguous().clone()
             for name, tensor in state.items()
         }
+
+    def load_hf_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over weights under the names and in the shapes that `hf_state` gives them."""
+        with torch.no_grad():
+            self.embedding.copy_(state["model.embed_tokens.weight"])
+            self.final_norm.copy_(state["model.norm.weight"])
+            for index, layer in enumerate(self.blocks()):
+                prefix = f"model.layers.{index}."
+                for parameter, names in (
+                    (layer.attention_norm, ["input_layernorm"]),
+                    (layer.qkv, [f"self_attn.{part}_proj" for part in "qkv"]),
+                    (layer.out, ["self_attn.o_proj"]),
+                    (layer.mlp_norm, ["post_attention_layernorm"]),
+                    (layer.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
+                    (layer.down, ["mlp.down_proj"]),
+                ):
+                    parts = [state[f"{prefix}{name}.weight"] for name in names]
+                    parameter.copy_(torch.cat(parts))
 
 
 def _by_head(x: Tensor, rows: int, length: int) -> Tensor:

@@ -12,34 +12,43 @@ from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from string import ascii_uppercase
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.essays import load_essays
-from ruler_bench.tasks.spec import NiahTask
+from ruler_bench.tasks.spec import NiahTask, TaskSpec, VariableTrackingTask
 from ruler_bench.tasks.template import singular
 from ruler_bench.tasks.wording import (
+    FIRST_LINK,
+    LINK,
     MODEL_TEMPLATES,
     NEEDLE,
     NIAH_ANSWER_PREFIX,
     NIAH_TEMPLATE,
     NOISE,
     TASK,
+    VARIABLE_TRACKING_ANSWER_PREFIX,
+    VARIABLE_TRACKING_TEMPLATE,
 )
 from ruler_bench.tasks.words import load_words
 from ruler_bench.tokenizer import load_tokenizer
 from scripts.probe import bpe
 from scripts.probe.corpus import HEX_DIGITS, Corpus, Ragged
+from scripts.probe.families import CHAINS, NEEDLES, NeedleFamily
 from scripts.probe.prompts import Prompt
-from scripts.probe.sequences import FAMILIES
 
 VALUE_KINDS = ("numbers", "uuids")
 COUNTS = ("one", "many")
 
 ESSAY_WORDS = 110_000
 """Of the corpus: its first words, before it repeats."""
+
+NAMES = 2**18
+"""Names of variables in the corpus; more than a model of the probe's size can learn by heart."""
+NAME_LETTERS, EXAMPLE_NAME_LETTERS = 5, 3
 
 
 @cache
@@ -90,6 +99,19 @@ def needle_line(kind: str, key: str, value: str) -> str:
     return NEEDLE.format(type_needle_v=kind, key=key, value=value)
 
 
+def variable_names(letters: int, most: int) -> list[str]:
+    """Return names of so many upper-case letters, sorted: all of them, or `most` evenly chosen.
+
+    One is chosen at random from each of `most` stretches of the alphabetical order.
+    """
+    total = len(ascii_uppercase) ** letters
+    starts = np.linspace(0, total, min(most, total) + 1).astype(int)
+    numbers = np.random.default_rng(NAMES).integers(starts[:-1], starts[1:])
+    places = len(ascii_uppercase) ** np.arange(letters - 1, -1, -1)
+    digits = numbers[:, None] // places % len(ascii_uppercase)
+    return ["".join(row) for row in np.array(list(ascii_uppercase))[digits].tolist()]
+
+
 def tokenizer_texts(random: Random) -> Iterator[tuple[str, int]]:
     """Yield the texts the tokenizer learns from, each with its weight.
 
@@ -133,6 +155,10 @@ def make_corpus(tokenizer: Tokenizer) -> Corpus:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_names(letters: int) -> Ragged:
+        names = [f" {name}" for name in variable_names(letters, NAMES)]
+        return Ragged.of([row.ids for row in tokenizer.encode_batch_fast(names)])
+
     sentences = essay_sentences()
     text = " " + " ".join(sentences)
     encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -144,6 +170,8 @@ def make_corpus(tokenizer: Tokenizer) -> Corpus:
     return Corpus(
         adjectives=Ragged.of([encode(f" {word}") for word in adjectives()]),
         nouns=Ragged.of([encode(f"-{word}") for word in nouns()]),
+        names=encode_names(NAME_LETTERS),
+        example_names=encode_names(EXAMPLE_NAME_LETTERS),
         essay=np.array(encoding.ids, np.int16),
         word_starts=np.array([token_at[space] for space in word_spaces], np.int32),
         sentence_starts=np.array([token_at[space] for space in sentence_spaces], np.int32),
@@ -154,7 +182,13 @@ def make_corpus(tokenizer: Tokenizer) -> Corpus:
         spaced_characters=np.array(
             [-1 if c.isdigit() else encode(f" {c}")[0] for c in HEX_DIGITS], np.int16
         ),
-        wording={name: np.array(encode(piece), np.int16) for name, piece in wording().items()},
+        # The letter stands for the text that follows: two newlines at an end would be one token.
+        wording={
+            name: np.array(
+                encode(f"{piece}V")[:-1] if piece.endswith("\n") else encode(piece)
+            ).astype(np.int16)
+            for name, piece in wording().items()
+        },
         wrappers=tuple(wrappers()),
         end_of_text=bpe.SPECIAL_TOKENS.index(bpe.END_OF_TEXT),
         pad=bpe.SPECIAL_TOKENS.index(bpe.PAD),
@@ -177,41 +211,84 @@ def wording() -> dict[str, str]:
                 pieces[f"ask.{count}.{kind}"] = ask
                 pieces[f"answer.{wrapper}.{count}.{kind}"] = answer
                 pieces[f"end.{count}"] = end
+    return pieces | chain_wording()
+
+
+def chain_wording() -> dict[str, str]:
+    """Cut the wording of variable tracking into the pieces around context, name and value."""
+    variable, to_value, _ = re.split(r" \{name\}| \{value\}", FIRST_LINK)
+    _, to_name, _ = re.split(r" \{name\}| \{before\}", LINK)
+    opening, ask, asked = re.split(r"\{context\}| \{query\}", VARIABLE_TRACKING_TEMPLATE)
+    answer, assigned, end = re.split(r" \{num_v\}| \{query\}", VARIABLE_TRACKING_ANSWER_PREFIX)
+    pieces = {
+        "chain.variable": variable,
+        "chain.value": to_value,
+        "chain.name": to_name,
+        "chain.ask": ask,
+        "chain.assigned": assigned,
+        "chain.end": end,
+        "chain.again": f"\n\n{opening}",
+    }
+    for wrapper, template in wrappers().items():
+        before, _, after = template.partition(TASK)
+        pieces[f"chain.open.{wrapper}"] = before + opening
+        pieces[f"chain.answer.{wrapper}"] = asked + after + answer
     return pieces
 
 
 def make_prompts(
     tokenizer_folder: Path, lengths: tuple[int, ...], num_samples: int, seed: int
 ) -> list[Prompt]:
-    """Generate real samples of the eight tasks and tokenise their prompts."""
+    """Generate real samples of every task and tokenise their prompts.
+
+    Within a length the tasks take turns, so that an evaluation cut short has seen them alike.
+    """
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    return [
-        Prompt(
-            task=sample.task,
-            length=length,
-            tokens=np.array(tokenizer.encode_prompt(sample.prompt), np.int16),
-            outputs=sample.outputs,
-        )
-        for length in lengths
-        for task in task_specs()
-        for sample in generate(DataSpec(task, length, seed, "base", tokenizer), num_samples)
-    ]
+    prompts = []
+    for length in lengths:
+        by_task = [
+            list(generate(DataSpec(task, length, seed, "base", tokenizer), num_samples))
+            for task in task_specs()
+        ]
+        prompts += [
+            Prompt(
+                task=sample.task,
+                length=length,
+                tokens_to_generate=task.tokens_to_generate,
+                tokens=np.array(tokenizer.encode_prompt(sample.prompt), np.int16),
+                outputs=sample.outputs,
+            )
+            for samples in zip(*by_task, strict=True)
+            for task, sample in zip(task_specs(), samples, strict=True)
+        ]
+    return prompts
 
 
-def task_specs() -> list[NiahTask]:
-    """Return the eight needle tasks as they are evaluated."""
+def task_specs() -> list[TaskSpec]:
+    """Return variable tracking and the eight needle tasks as they are evaluated."""
     return [
-        NiahTask(
-            name=family.name,
-            kind="niah",
-            haystack=family.haystack,
-            key_type=family.keys,
-            value_type=family.values,
-            num_keys=family.num_keys,
-            num_values=family.num_values,
-            num_queries=family.num_queries,
-            tokens_to_generate=128,
+        VariableTrackingTask(
+            name=CHAINS.name,
+            kind=VariableTrackingTask.KIND,
+            num_chains=1,
+            num_hops=CHAINS.num_hops,
+            tokens_to_generate=30,
             metric="all",
-        )
-        for family in FAMILIES
+        ),
+        *map(_needle_task, NEEDLES),
     ]
+
+
+def _needle_task(family: NeedleFamily) -> NiahTask:
+    return NiahTask(
+        name=family.name,
+        kind="niah",
+        haystack=family.haystack,
+        key_type=family.keys,
+        value_type=family.values,
+        num_keys=family.num_keys,
+        num_values=family.num_values,
+        num_queries=family.num_queries,
+        tokens_to_generate=128,
+        metric="all",
+    )

@@ -25,6 +25,8 @@ class Stage:
         mix: sequence length to its share of the micro-batches; earlier lengths stay in it, so
             that nothing is forgotten.
         other_weight: weight of the loss away from the answers.
+        waits_until: progress until which the next stage waits for retrieval to appear in every
+            family; 0 for no waiting.
     """
 
     length: int
@@ -33,10 +35,11 @@ class Stage:
     batches_per_step: int
     mix: dict[int, float]
     other_weight: float
+    waits_until: float = 0.0
 
 
 STAGES = (
-    Stage(512, 0.10, 3e-3, 2, {512: 1.0}, 0.5),
+    Stage(512, 0.10, 3e-3, 2, {512: 1.0}, 0.5, waits_until=0.25),
     Stage(2048, 0.20, 2e-3, 4, {2048: 0.75, 1024: 0.15, 512: 0.10}, 0.3),
     Stage(8192, 0.25, 1.5e-3, 4, {8192: 0.7, 4096: 0.14, 2048: 0.08, 1024: 0.08}, 0.15),
     Stage(
@@ -49,9 +52,24 @@ STAGES = (
     ),
 )
 
+# From weights that can retrieve: a new family is learnt on short sequences, with lower rates than
+# from nothing, and the longest ones come back in time to lose nothing at their length.
+FINE_TUNING = (
+    Stage(1024, 0.22, 1.5e-3, 2, {1024: 0.75, 512: 0.25}, 0.15, waits_until=0.4),
+    Stage(4096, 0.22, 1.2e-3, 4, {4096: 0.66, 2048: 0.17, 1024: 0.17}, 0.1),
+    Stage(8192, 0.20, 1e-3, 4, {8192: 0.66, 4096: 0.16, 2048: 0.08, 1024: 0.1}, 0.1),
+    Stage(
+        32768,
+        0.36,
+        8e-4,
+        4,
+        {32768: 0.60, 16384: 0.15, 8192: 0.08, 4096: 0.07, 2048: 0.05, 1024: 0.05},
+        0.05,
+    ),
+)
+
 WARMUP_STEPS = 100
-FIRST_STAGE_ACCURACY = 0.9  # of answer tokens: retrieval has appeared
-FIRST_STAGE_MOST = 0.25  # of progress: go on even without
+RETRIEVAL_ACCURACY = 0.9  # of the answer tokens of a family: retrieval has appeared in it
 DECAY_FROM = 0.6  # of the last stage: there the learning rate starts to fall
 FINAL_FACTOR = 0.02  # of the last stage's learning rate, at the end
 
@@ -109,7 +127,7 @@ class Schedule:
         Args:
             step_seconds: what it took.
             seconds_left: training time left in the budget after it.
-            answer_accuracy: recent share of answer tokens right, 0 to 1.
+            answer_accuracy: recent share of answer tokens right in the worst family, 0 to 1.
 
         Returns:
             Whether a new stage begins.
@@ -123,8 +141,8 @@ class Schedule:
         last = at.stage == len(self.stages) - 1
         if last or at.progress < at.stage_end:
             return False
-        waiting = at.stage == 0 and answer_accuracy < FIRST_STAGE_ACCURACY
-        if waiting and at.progress < FIRST_STAGE_MOST:
+        waiting = answer_accuracy < RETRIEVAL_ACCURACY
+        if waiting and at.progress < self.stage.waits_until:
             return False
         self._next_stage()
         return True

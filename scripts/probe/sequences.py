@@ -1,9 +1,10 @@
-"""Training sequences: needle prompts at token level, with many questions or exactly one.
+"""Training sequences: prompts at token level, with many questions or exactly one.
 
 A "dense" sequence has many needles and, in its last part, as many questions with answers as fit,
 so that one sequence teaches many retrievals. A "real" sequence ends as an evaluation prompt
-does: one question of one of the eight tasks, right after the context. Both use RULER's wording
-and its joins (spaces doubled, leading and trailing where RULER has them).
+does: one question of one of the tasks, right after the context. Both use RULER's wording
+and its joins (spaces doubled, leading and trailing where RULER has them). Those of the needle
+tasks are built here, those of variable tracking in chains.py.
 
 Seeds: evaluation data come from seeds 0..2^32-1 of the tasks' own generators. Training draws
 from numpy Generators under a SeedSequence whose entropy is longer than that (SEED_NAMESPACE),
@@ -13,100 +14,41 @@ so no training sequence is an evaluation prompt. The vocabulary of words is the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from scripts.probe.chains import ChainBuilder
 from scripts.probe.corpus import Corpus, Tokens
+from scripts.probe.families import CHAINS, FAMILIES, NEEDLES, NeedleFamily
+from scripts.probe.rows import (
+    DENSE_ANSWER,
+    ELSEWHERE,
+    REAL_ANSWER,
+    Batch,
+    Rng,
+    Row,
+    lay_out,
+    size,
+    with_loss_positions,
+)
 
 SEED_NAMESPACE = int.from_bytes(b"ruler_bench probe training", "big")
 
-Rng = np.random.Generator
 Ints = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True)
-class Family:
-    """One kind of question: an evaluation task, and how often training shows it.
-
-    Attributes:
-        haystack: noise, essay or needle.
-        keys, values: words, numbers or uuids.
-        num_keys, num_values, num_queries: as the evaluation task has them.
-        share: share of the training sequences.
-    """
-
-    name: str
-    haystack: str
-    keys: str
-    values: str
-    num_keys: int
-    num_values: int
-    num_queries: int
-    share: float
-
-
-FAMILIES = (
-    Family("niah_single_1", "noise", "words", "numbers", 1, 1, 1, 0.08),
-    Family("niah_single_2", "essay", "words", "numbers", 1, 1, 1, 0.07),
-    Family("niah_single_3", "essay", "words", "uuids", 1, 1, 1, 0.11),
-    Family("niah_multikey_1", "essay", "words", "numbers", 4, 1, 1, 0.07),
-    Family("niah_multikey_2", "needle", "words", "numbers", 1, 1, 1, 0.15),
-    Family("niah_multikey_3", "needle", "uuids", "uuids", 1, 1, 1, 0.16),
-    Family("niah_multivalue", "essay", "words", "numbers", 1, 4, 1, 0.26),
-    Family("niah_multiquery", "essay", "words", "numbers", 4, 1, 4, 0.10),
-)
+CHAINS_INDEX = FAMILIES.index(CHAINS)
 
 LONG_TOKENS = 8192  # a real sequence this long teaches one answer for a great deal of work, so:
 REAL_SHARE, REAL_SHARE_LONG = 0.2, 0.1  # of the sequences end as an evaluation prompt does
-REAL_ANSWER_WEIGHT = 4.0  # their one answer stands against many in a dense sequence
 WRAPPED_SHARE = 0.08  # of the sequences stand in a chat template
 HARD_KEYS_SHARE = 0.3  # of the sequences have keys that look alike
 OTHER_HAYSTACK_SHARE = 0.1  # of the dense sequences put the family's needles in another haystack
-FEW_ANSWERS = 0.03  # answer tokens, as a share of all: a batch with less weighs less
 GROUP_SIZES, GROUP_SHARES = (2, 3, 4), (0.1, 0.15, 0.75)  # values of a key, keys of a question
 
 # RULER's places for a needle in an essay, per cent of its sentences.
 DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int)
-
-# What a token is, for the loss: padding, anything else, or answer of family f (+ in a real one).
-PADDING, ELSEWHERE, DENSE_ANSWER = 0, 1, 2
-REAL_ANSWER = DENSE_ANSWER + len(FAMILIES)
-
-
-class Row(NamedTuple):
-    """One sequence, padded to its length.
-
-    Attributes:
-        tokens: [length].
-        kinds: PADDING, ELSEWHERE, DENSE_ANSWER + family or REAL_ANSWER + family, [length].
-    """
-
-    tokens: Tokens
-    kinds: npt.NDArray[np.uint8]
-
-
-class Batch(NamedTuple):
-    """Rows of one length, and the places where the loss is taken.
-
-    Attributes:
-        tokens: [rows, length].
-        positions: flat places in `tokens` whose next token is predicted, [loss_positions].
-        targets: that next token, [loss_positions].
-        answer_weights: sum to 1 over the answers (less where they are few), 0 elsewhere,
-            [loss_positions].
-        other_weights: sum to 1 over the rest, 0 on answers and fillers, [loss_positions].
-        families: family of the answer, or len(FAMILIES), [loss_positions].
-    """
-
-    tokens: npt.NDArray[np.int16]
-    positions: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.int16]
-    answer_weights: npt.NDArray[np.float32]
-    other_weights: npt.NDArray[np.float32]
-    families: npt.NDArray[np.int8]
 
 
 class Needles(NamedTuple):
@@ -146,6 +88,7 @@ class SequenceBuilder:
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
+        self._chains = ChainBuilder(corpus)
         self._adjectives, self._nouns = list(corpus.adjectives), list(corpus.nouns)
         self._space, self._newline = corpus.wording[" "], corpus.wording["\n"]
         self._comma, self._and = corpus.wording[","], corpus.wording[" and"]
@@ -170,7 +113,7 @@ class SequenceBuilder:
             np.random.SeedSequence([SEED_NAMESPACE, seed], spawn_key=(length, number))
         )
         rows = [self.row(rng, length) for _ in range(tokens // length)]
-        return _with_loss_positions(
+        return with_loss_positions(
             rng,
             np.stack([row.tokens for row in rows]),
             np.stack([row.kinds for row in rows]),
@@ -186,8 +129,10 @@ class SequenceBuilder:
 
     def real_row(self, rng: Rng, length: int, family_index: int) -> Row:
         """Build a sequence that ends with one question, as the evaluation task asks it."""
-        family = FAMILIES[family_index]
         wrapper = self._wrapper(rng)
+        if family_index == CHAINS_INDEX:
+            return self._chains.real_row(rng, length, wrapper, REAL_ANSWER + family_index)
+        family = NEEDLES[family_index]
         sizes = [family.num_values] * family.num_keys
         keys = self._keys(rng, family.keys, family.num_keys + _most_lines(family, length))
         needles = self._needles(rng, family.values, keys, sizes)
@@ -206,12 +151,14 @@ class SequenceBuilder:
         )
 
     def dense_row(self, rng: Rng, length: int, family_index: int) -> Row:
-        """Build a sequence with many needles and as many questions as its last part holds."""
-        family = FAMILIES[family_index]
+        """Build a sequence with many needles or chains, its last part full of questions."""
+        wrapper = self._wrapper(rng)
+        if family_index == CHAINS_INDEX:
+            return self._chains.dense_row(rng, length, wrapper, DENSE_ANSWER + family_index)
+        family = NEEDLES[family_index]
         haystack = family.haystack
         if rng.random() < OTHER_HAYSTACK_SHARE:
             haystack = str(rng.choice(("noise", "essay", "needle")))
-        wrapper = self._wrapper(rng)
         part = length * rng.uniform(0.25, 0.5 if length <= 1024 else 0.35)
         num_questions = max(1, int(part / self._question_tokens(family)))
         while True:
@@ -223,7 +170,7 @@ class SequenceBuilder:
                 haystack=haystack,
                 num_questions=num_questions,
             )
-            asked_tokens = sum(_size(q.asked) + _size(q.answer) for q in questions)
+            asked_tokens = sum(size(q.asked) + size(q.answer) for q in questions)
             needle_tokens = sum(self._needle_tokens(needles, i) for i in range(len(needles.key_of)))
             opening = self.corpus.wording[f"open.{wrapper}.{questions[0].number}.{family.values}"]
             if len(opening) + asked_tokens + needle_tokens + 96 <= length:
@@ -249,7 +196,7 @@ class SequenceBuilder:
         *,
         length: int,
         wrapper: str,
-        family: Family,
+        family: NeedleFamily,
         haystack: str,
         num_questions: int,
     ) -> tuple[Needles, list[Question]]:
@@ -282,7 +229,7 @@ class SequenceBuilder:
         *,
         length: int,
         wrapper: str,
-        family: Family,
+        family: NeedleFamily,
         haystack: str,
         needles: Needles,
         questions: Sequence[Question],
@@ -290,29 +237,25 @@ class SequenceBuilder:
         at_depths: bool,
     ) -> Row:
         opening = self.corpus.wording[f"open.{wrapper}.{questions[0].number}.{family.values}"]
-        asked_tokens = sum(_size(q.asked) + _size(q.answer) for q in questions)
+        asked_tokens = sum(size(q.asked) + size(q.answer) for q in questions)
         budget = length - len(opening) - asked_tokens
         context = (
             self._essay(rng, budget, family.values, needles, at_depths)
             if haystack == "essay"
             else self._lines(rng, budget, family.values, needles, haystack)
         )
-        tokens = np.full(length, self.corpus.pad, np.int16)
-        kinds = np.full(length, PADDING, np.uint8)
-        place = 0
-        for pieces, kind in [
-            ([opening, *context], ELSEWHERE),
-            *(
-                part
-                for question in questions
-                for part in ((question.asked, ELSEWHERE), (question.answer, answer_kind))
-            ),
-        ]:
-            joined = np.concatenate(pieces)
-            tokens[place : place + len(joined)] = joined
-            kinds[place : place + len(joined)] = kind
-            place += len(joined)
-        return Row(tokens, kinds)
+        return lay_out(
+            length,
+            self.corpus.pad,
+            [
+                ([opening, *context], ELSEWHERE),
+                *(
+                    part
+                    for question in questions
+                    for part in ((question.asked, ELSEWHERE), (question.answer, answer_kind))
+                ),
+            ],
+        )
 
     # Context
 
@@ -324,7 +267,7 @@ class SequenceBuilder:
             [*self._needle(needles, index, f"needle_line.{values}"), self._newline]
             for index in range(len(needles.key_of))
         ]
-        budget -= sum(map(_size, own)) - 1  # the last line has no newline
+        budget -= sum(map(size, own)) - 1  # the last line has no newline
         if haystack == "noise":
             lines = [[self._noise_line]] * (budget // len(self._noise_line))
         else:
@@ -335,7 +278,7 @@ class SequenceBuilder:
                     self.corpus.wording[f"needle_line.{values}"], key,
                     self.corpus.wording["is"], value, self._newline,
                 ]  # fmt: skip
-                budget -= _size(line)
+                budget -= size(line)
                 if budget < 0:
                     break
                 lines.append(line)
@@ -363,7 +306,7 @@ class SequenceBuilder:
         own = [
             self._needle(needles, index, f"needle.{values}") for index in range(len(needles.key_of))
         ]
-        budget -= sum(map(_size, own)) + len(own) + 2  # a space for every empty piece
+        budget -= sum(map(size, own)) + len(own) + 2  # a space for every empty piece
         starts = corpus.sentence_starts
         first = 0
         if rng.random() < 0.5:
@@ -474,7 +417,9 @@ class SequenceBuilder:
 
     # Questions
 
-    def _question(self, wrapper: str, family: Family, needles: Needles, asked: Ints) -> Question:
+    def _question(
+        self, wrapper: str, family: NeedleFamily, needles: Needles, asked: Ints
+    ) -> Question:
         wording = self.corpus.wording
         keys = [needles.keys[key] for key in asked.tolist()]
         query: list[Tokens] = [keys[0]]
@@ -499,7 +444,7 @@ class SequenceBuilder:
             number=count,
         )
 
-    def _question_tokens(self, family: Family) -> float:
+    def _question_tokens(self, family: NeedleFamily) -> float:
         """Estimate the tokens of one question with its answer."""
         key = 37 if family.keys == "uuids" else 6
         value = 37 if family.values == "uuids" else 9
@@ -512,46 +457,10 @@ class SequenceBuilder:
         return self.corpus.wrappers[0]
 
 
-def _size(pieces: Sequence[Tokens]) -> int:
-    return sum(map(len, pieces))
-
-
-def _most_lines(family: Family, length: int, haystack: str | None = None) -> int:
+def _most_lines(family: NeedleFamily, length: int, haystack: str | None = None) -> int:
     """Return how many lines of needles `length` tokens can hold at most, 0 for other haystacks."""
     if (haystack or family.haystack) != "needle":
         return 0
     key = 36 if family.keys == "uuids" else 3
     value = 36 if family.values == "uuids" else 8
     return length // (12 + key + value) + 1
-
-
-def _with_loss_positions(
-    rng: Rng, tokens: npt.NDArray[np.int16], kinds: npt.NDArray[np.uint8], loss_positions: int
-) -> Batch:
-    next_tokens, next_kinds = np.zeros_like(tokens), np.zeros_like(kinds)  # 0 is PADDING
-    next_tokens[:, :-1], next_kinds[:, :-1] = tokens[:, 1:], kinds[:, 1:]
-    next_tokens, next_kinds = next_tokens.ravel(), next_kinds.ravel()
-    answers = np.flatnonzero(next_kinds >= DENSE_ANSWER)
-    others = np.flatnonzero(next_kinds == ELSEWHERE)
-    answers = rng.permutation(answers)[: loss_positions * 7 // 8]
-    num_others = min(loss_positions - len(answers), len(others))
-    others = rng.choice(others, num_others, replace=False, shuffle=False)
-    filler = np.zeros(loss_positions - len(answers) - num_others, np.int64)
-    positions = np.concatenate([answers, others, filler])
-    kinds_there = next_kinds[answers].astype(int)
-    weights = np.where(kinds_there >= REAL_ANSWER, REAL_ANSWER_WEIGHT, 1.0)
-    answer_weights = np.zeros(loss_positions, np.float32)
-    # A batch of a few real sequences has few answers; they must not weigh like thousands.
-    answer_weights[: len(answers)] = weights / max(weights.sum(), FEW_ANSWERS * tokens.size)
-    other_weights = np.zeros(loss_positions, np.float32)
-    other_weights[len(answers) : len(answers) + num_others] = 1 / max(num_others, 1)
-    families = np.full(loss_positions, len(FAMILIES), np.int8)
-    families[: len(answers)] = (kinds_there - DENSE_ANSWER) % len(FAMILIES)
-    return Batch(
-        tokens=tokens,
-        positions=positions.astype(np.int32),
-        targets=next_tokens[positions],
-        answer_weights=answer_weights,
-        other_weights=other_weights,
-        families=families,
-    )

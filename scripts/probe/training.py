@@ -17,10 +17,11 @@ from torch import Tensor
 
 from scripts.probe import checkpoint
 from scripts.probe.attention import fastest
+from scripts.probe.families import FAMILIES
 from scripts.probe.feed import Feed
 from scripts.probe.model import Attention, Probe, ProbeConfig
+from scripts.probe.rows import Batch
 from scripts.probe.schedule import Position, Schedule, Stage
-from scripts.probe.sequences import FAMILIES, Batch
 
 Log = Callable[[str], None]
 
@@ -32,7 +33,7 @@ STEPS_PER_SNAPSHOT = 200
 BAD_STEPS_BEFORE_RESTORE = 3
 SECONDS_PER_CHECKPOINT = 120.0
 STOP_SECONDS = 6.0  # to write the last checkpoint of a piece
-ACCURACY_MEMORY = 0.8  # of the running accuracy at each reading
+ACCURACY_MEMORY = 0.8  # of the running accuracies at each reading
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Trainer:
         self.attention: dict[int, Attention] = {}
         self.next_batch, self.tokens_seen = 0, 0
         self.spent_before = 0.0
-        self.accuracy = 0.0
+        self.accuracies = np.zeros(len(FAMILIES))  # of answer tokens lately, by family
         self._in_flight = 0
         self._tallies = torch.zeros(2, len(FAMILIES) + 1, device=device)
         self._losses = torch.zeros(2, device=device)
@@ -174,7 +175,8 @@ class Trainer:
             "position": self.schedule.position.as_dict(),
             "next_batch": self.next_batch,
             "tokens_seen": self.tokens_seen,
-            "accuracy": self.accuracy,
+            "accuracies": self.accuracies.tolist(),
+            "lengths": self._lengths(),
             "spent_seconds": self.spent_before + spent,
             "seed": self.settings.seed,
             "config": self.model.config.as_dict(),
@@ -193,11 +195,17 @@ class Trainer:
             raise checkpoint.CheckpointError(
                 f"{self.folder} holds a run of another shape or seed; choose another folder"
             )
+        if state.get("lengths") != self._lengths():
+            raise checkpoint.CheckpointError(
+                f"{self.folder} holds a run with other stages: a run that was begun with --from"
+                " goes on with it, one begun without goes on without"
+            )
         position = Position(**state["position"])
         self.schedule = Schedule(self.settings.stages, position)
         self.restore_tensors(tensors, position.steps)
         self.next_batch, self.tokens_seen = state["next_batch"], state["tokens_seen"]
-        self.spent_before, self.accuracy = state["spent_seconds"], state["accuracy"]
+        self.spent_before = state["spent_seconds"]
+        self.accuracies = np.array(state["accuracies"])
 
     # One piece
 
@@ -212,7 +220,7 @@ class Trainer:
             self._step()
             now = time.monotonic()
             left = plan.training_left(self.spent_before, start_up)
-            if self.schedule.advance(now - last, left, self.accuracy):
+            if self.schedule.advance(now - last, left, float(self.accuracies.min())):
                 self._report(now - last_log, plan, left)
                 last_log = now
                 self.log(f"stage {self.schedule.position.stage + 1}: {self._where()}")
@@ -353,10 +361,11 @@ class Trainer:
         window.losses += self._losses.cpu().numpy()
         window.read_steps += self._unread_steps
         self._unread_steps = 0
-        right, count = tallies[:, : len(FAMILIES)].sum(axis=1)
-        if count and math.isfinite(right):
-            memory = ACCURACY_MEMORY if self.accuracy else 0.0
-            self.accuracy = memory * self.accuracy + (1 - memory) * float(right / count)
+        right, count = tallies[:, : len(FAMILIES)]
+        seen = (count > 0) & np.isfinite(right)
+        memory = np.where(self.accuracies[seen] > 0, ACCURACY_MEMORY, 0.0)
+        self.accuracies[seen] *= memory
+        self.accuracies[seen] += (1 - memory) * right[seen] / count[seen]
         self._tallies.zero_()
         self._losses.zero_()
 
@@ -374,7 +383,8 @@ class Trainer:
             f"tokens {self.tokens_seen / 1e6:.0f}M "
             f"{window.tokens / max(seconds, 1e-9) / 1e6:.3f}M/s "
             f"lr {self.schedule.learning_rate():.2e} norm<={window.norm:.2f} "
-            f"loss answers {answers:.4f} others {others:.3f} right {self.accuracy:.4f}: {rates}"
+            f"loss answers {answers:.4f} others {others:.3f} "
+            f"right lately {self.accuracies.min():.4f} or more: {rates}"
         )
         self._window = Window()
 
@@ -384,6 +394,9 @@ class Trainer:
             f"step {at.steps}, progress {at.progress:.3f}, {self.tokens_seen / 1e6:.0f}M tokens, "
             f"length {self.schedule.stage.length}"
         )
+
+    def _lengths(self) -> list[int]:
+        return [stage.length for stage in self.settings.stages]
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         parameters = list(self.model.parameters())
