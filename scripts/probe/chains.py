@@ -32,8 +32,8 @@ LEAST_LINES = 5
 SHORT_TOKENS = 1024
 HOPS_SHARES_SHORT = (0.2, 0.15, 0.15, 0.15, 0.35)  # chains of 0 to 4 hops, in short sequences
 HOPS_SHARES = (0.05, 0.05, 0.1, 0.1, 0.7)
-FEW_CHAINS_SHARE = 0.4  # of the dense sequences do not have as many chains as they can hold
-EXAMPLE_SHARE = 0.3  # of the dense sequences begin with the worked example
+FEW_CHAINS_SHARE = 0.25  # of the dense sequences do not have as many chains as they can hold
+EXAMPLE_SHARE = 0.3  # of the longer dense sequences begin with the worked example
 ALIKE_SHARE = 0.15  # of the dense sequences have names that begin alike, and values
 ALIKE_SPREAD = 4  # they are drawn from so many times as many neighbours in sorted order
 LINES_SPARE = 11  # a real prompt may lack up to ten lines, which the task takes away to fit
@@ -86,7 +86,7 @@ class ChainBuilder:
         """Build a sequence with many chains and a question about each of most of them."""
         part = length * rng.uniform(0.25, 0.5 if length <= SHORT_TOKENS else 0.35)
         opening = [self.corpus.wording[f"chain.open.{wrapper}"]]
-        if length >= SHORT_TOKENS and rng.random() < EXAMPLE_SHARE:
+        if length > SHORT_TOKENS and rng.random() < EXAMPLE_SHARE:
             opening = self._example(rng, wrapper)
         most = max(1, int(part / self._question_tokens()))
         if rng.random() < FEW_CHAINS_SHARE:
