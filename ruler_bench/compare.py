@@ -17,15 +17,15 @@ usage, 130 interrupted.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from ruler_bench.errors import UsageError, one_line
+from ruler_bench.command_line import Parser, status_of
+from ruler_bench.errors import UsageError
 from ruler_bench.leak.arms import ENGINE_PER_SAMPLE, ONE_ENGINE
 from ruler_bench.leak.files import NAMELESS, Source, aligned, answers_file, read_source
 from ruler_bench.leak.join import (
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from ruler_bench.frames import Runs
 
-USAGE_ERROR, INTERRUPTED = 2, 130
 BY_PLACE = (PERSISTENT, FRESH, FRESH_AGAIN, REFERENCE)
 AGAIN = {PERSISTENT: PERSISTENT_AGAIN, FRESH: FRESH_AGAIN, REFERENCE: REFERENCE_AGAIN}
 NO_SETTINGS = {
@@ -85,28 +84,20 @@ class Options:
 
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
-    try:
-        options = parse(sys.argv[1:])
-        verdict = compare(options)
-        print(terminal_verdict(verdict))
-        if options.out is not None:
-            write(options.out, verdict)
-        return verdict.status
-    except UsageError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return status_of(lambda: run(parse(sys.argv[1:])))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+def run(options: Options) -> int:
+    """Compare, print and write the verdict, and return its exit status.
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"{message}; usage: {self.prog} A B [...] [--ROLE FILE ...] [--out DIR] "
-            f"[--max-unstable SHARE], with ROLE one of {', '.join(map(_spelled, CORE))}"
-        )
+    Raises:
+        UsageError: a file cannot be read or written, or holds something else.
+    """
+    verdict = compare(options)
+    print(terminal_verdict(verdict))
+    if options.out is not None:
+        write(options.out, verdict)
+    return verdict.status
 
 
 def _spelled(role: str) -> str:
@@ -119,12 +110,11 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         UsageError: it is wrong.
     """
-    parser = _Parser(
-        prog="python -m ruler_bench.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    usage = (
+        "A B [...] [--ROLE FILE ...] [--out DIR] [--max-unstable SHARE], with ROLE one of "
+        f"{', '.join(map(_spelled, CORE))}"
     )
+    parser = Parser("compare", __doc__, usage)
     parser.add_argument("paths", nargs="*", type=Path, metavar="A", help="a run or a file")
     for role in CORE:
         parser.add_argument(f"--{_spelled(role)}", type=Path, metavar="FILE", dest=role)

@@ -21,18 +21,17 @@ change, 5 the change of RUN does not show again, 2 wrong usage, 130 interrupted.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from backends.base import ConfigurationError
 from ruler_bench import manifest as manifests
 from ruler_bench import model_files
 from ruler_bench.cell import Cell
+from ruler_bench.command_line import Parser, status_of
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.leak.arms import ONE_ENGINE
 from ruler_bench.leak.classes import LEAK, RACE
@@ -85,7 +84,7 @@ from ruler_bench.sharing import is_secret_key, portable_path, shareable
 from ruler_bench.streams import AGING_ORDINALS
 from ruler_bench.tokenizer import Tokenizer
 
-SAME, USAGE_ERROR, CHANGES, UNSTABLE, INTERRUPTED = 0, 2, 3, 5, 130
+SAME, CHANGES, UNSTABLE = 0, 3, 5
 MAX_REPEATS = 1000
 
 
@@ -117,27 +116,24 @@ class Options:
     fresh: str = PROCESS
 
 
+USAGE = (
+    "RUN [--ordinal N] [--arm NAME] [--max-requests N] [--repeat N] [--out DIR], or "
+    "python -m ruler_bench.minimise --replay DIR [backend=NAME] [backend.KEY=VALUE ...]"
+)
+
+
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
-    try:
-        options = parse(sys.argv[1:])
-        return replay(options) if options.replay is not None else minimise(options)
-    except ConfigurationError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return status_of(lambda: run(parse(sys.argv[1:])))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+def run(options: Options) -> int:
+    """Replay a reproducer or look for one, and return the exit status.
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"{message}; usage: {self.prog} RUN [--ordinal N] [--arm NAME] [--max-requests N] "
-            f"[--repeat N] [--out DIR], or {self.prog} --replay DIR [backend=NAME] "
-            "[backend.KEY=VALUE ...]"
-        )
+    Raises:
+        ConfigurationError: the run or the reproducer cannot be built anew.
+    """
+    return replay(options) if options.replay is not None else minimise(options)
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -146,12 +142,7 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         UsageError: it is wrong.
     """
-    parser = _Parser(
-        prog="python -m ruler_bench.minimise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("minimise", __doc__, USAGE)
     parser.add_argument("words", nargs="*", metavar="RUN", help="a run folder; then key=value")
     parser.add_argument("--replay", type=Path, metavar="DIR", help="replay a reproducer")
     parser.add_argument("--ordinal", metavar="N", help="the answer to look at; default: the first")

@@ -14,18 +14,18 @@ Exit status: 0, or 2 for wrong usage.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tabulate import tabulate
 
+from ruler_bench.command_line import Parser, status_of
 from ruler_bench.config import config_dir
-from ruler_bench.errors import UsageError, one_line
+from ruler_bench.errors import UsageError
 from ruler_bench.leak.files import json_rows
 from ruler_bench.report.means import FAMILIES, TASKS, mean_of
 from ruler_bench.report.predictions import Scored, write_reference_summary
@@ -33,7 +33,6 @@ from ruler_bench.report.text import visible
 from ruler_bench.score import cell_score, is_null
 from ruler_bench.suites import task_from_file
 
-USAGE_ERROR = 2
 _CHUNK = re.compile(r"(.*[^_])-\d+")
 """How the reference names the parts of a task's predictions."""
 
@@ -81,26 +80,23 @@ class Predictions:
 
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
-    try:
-        options = parse(sys.argv[1:])
-        found = read_predictions(options)
-        scored = [one.scored() for one in found]
-        for note in (note for one in found for note in one.notes):
-            print(f"note: {note}", file=sys.stderr)
-        print(table(found, scored))
-        if options.out is not None:
-            print(f"Summary: {write_summary(options.out, scored)}")
-    except UsageError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return USAGE_ERROR
+    return status_of(lambda: run(parse(sys.argv[1:])))
+
+
+def run(options: Options) -> int:
+    """Score the files, print the table, write the summary where asked for, and return 0.
+
+    Raises:
+        UsageError: a file cannot be read or scored.
+    """
+    found = read_predictions(options)
+    scored = [one.scored() for one in found]
+    for note in (note for one in found for note in one.notes):
+        print(f"note: {note}", file=sys.stderr)
+    print(table(found, scored))
+    if options.out is not None:
+        print(f"Summary: {write_summary(options.out, scored)}")
     return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; usage: {self.prog} FILE [...] [--task NAME] [--out DIR]")
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -109,12 +105,7 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         UsageError: it is wrong.
     """
-    parser = _Parser(
-        prog="python -m ruler_bench.score",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("score", __doc__, "FILE [...] [--task NAME] [--out DIR]")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="TASK.jsonl")
     parser.add_argument("--task", metavar="NAME", help="the task, where file names do not tell")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the reference's summary")

@@ -9,7 +9,6 @@ Exit status: 0 shown, 2 wrong usage.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import re
@@ -17,12 +16,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tabulate import tabulate
 
-from backends.base import ConfigurationError
-from ruler_bench.errors import UsageError, one_line
+from ruler_bench.command_line import Parser, status_of
+from ruler_bench.errors import UsageError
 from ruler_bench.leak.arms import REFERENCES, in_running_order
 from ruler_bench.leak.rebuild import RunFolder, read_run
 from ruler_bench.records import Record
@@ -31,7 +30,6 @@ from ruler_bench.report.prompts import prompts_of
 from ruler_bench.report.text import human_bytes, human_number, human_seconds, visible
 from ruler_bench.values import as_indices
 
-USAGE_ERROR = 2
 SHOWN_OUTPUT, SHOWN_TAIL, SHOWN_AROUND, SHOWN_PLACES = 400, 400, 60, 8
 CONTROLS = ("fresh", "fresh_again", "reference")
 """Arms whose answer is what others are held against, if it is right; the first of them."""
@@ -39,22 +37,18 @@ CONTROLS = ("fresh", "fresh_again", "reference")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    try:
-        path, ordinal = parse(sys.argv[1:] if arguments is None else arguments)
-        print("\n".join(show(read_run(path), ordinal)))
-    except ConfigurationError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return USAGE_ERROR
-    except BrokenPipeError:  # `| head`
-        sys.stderr.close()
+    words = sys.argv[1:] if arguments is None else arguments
+    return status_of(lambda: print_lines(*parse(words)))
+
+
+def print_lines(path: Path, ordinal: int) -> int:
+    """Print what is known of one index, and return 0.
+
+    Raises:
+        UsageError: there is no such run, or no such index in it.
+    """
+    print("\n".join(show(read_run(path), ordinal)))
     return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; usage: {self.prog} RUN INDEX")
 
 
 def parse(arguments: Sequence[str]) -> tuple[Path, int]:
@@ -63,11 +57,7 @@ def parse(arguments: Sequence[str]) -> tuple[Path, int]:
     Raises:
         UsageError: the command line is wrong.
     """
-    parser = _Parser(
-        prog="python -m ruler_bench.show",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("show", __doc__, "RUN INDEX")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("index", metavar="INDEX", help="ordinal of the sample, from 0")
     read = parser.parse_args(arguments)

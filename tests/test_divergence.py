@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from backends.engine import checkpoint
 from backends.engine.checkpoint import CheckpointWriter
+from ruler_bench.command_line import USAGE_ERROR
 from ruler_bench.divergence import NAMES, compare, read_recording, recording
-from ruler_bench.divergence.__main__ import DIFFERENT, SAME, USAGE_ERROR, main
+from ruler_bench.divergence.__main__ import DIFFERENT, SAME, main
 from ruler_bench.divergence.comparison import row_differences
 
 LAYERS, TOKENS, WIDTH = 3, 10, 4

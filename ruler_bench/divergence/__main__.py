@@ -17,21 +17,20 @@ Exit status: 0 nothing differs, 1 something does, 2 wrong usage, 130 interrupted
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
+from ruler_bench.command_line import Parser, status_of
 from ruler_bench.divergence.comparison import Comparison, compare
 from ruler_bench.divergence.recording import NAMES, CheckpointFolder, open_folder, read_recording
 from ruler_bench.divergence.text import amount_line, first_line, listed, settings_line, table
-from ruler_bench.errors import UsageError, one_line, unknown_name
+from ruler_bench.errors import UsageError, unknown_name
 
-SAME, DIFFERENT, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
+SAME, DIFFERENT = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +46,7 @@ class Options:
 
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
-    try:
-        return run(parse(sys.argv[1:]))
-    except UsageError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"{message}; usage: {self.prog} A B [--request N] [--only NAME ...] [--tolerance T]"
-        )
+    return status_of(lambda: run(parse(sys.argv[1:])))
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -71,12 +55,7 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         UsageError: it is wrong; names the nearest name.
     """
-    parser = _Parser(
-        prog="python -m ruler_bench.divergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("divergence", __doc__, "A B [--request N] [--only NAME ...] [--tolerance T]")
     parser.add_argument("a", type=Path, metavar="A", help="a checkpoint folder")
     parser.add_argument("b", type=Path, metavar="B", help="the one to compare it with")
     parser.add_argument("--request", metavar="N", help="compare this request only")

@@ -16,17 +16,16 @@ Exit status: 0 done, 6 a cell fell below the baseline, 2 wrong usage, 130 interr
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from backends.base import ConfigurationError
-from ruler_bench.errors import UsageError, one_line
+from ruler_bench.command_line import Parser, status_of
+from ruler_bench.errors import UsageError
 from ruler_bench.manifest import MANIFEST
 from ruler_bench.report.digest import ALL_KEPT_RUNS, Digest
 from ruler_bench.report.figures import write_figures
@@ -45,7 +44,7 @@ from ruler_bench.report.joined import (
 from ruler_bench.report.page import PAGE, Page, Section, link_to, render, tails_of, title_of
 from ruler_bench.report.prompts import prompts_of
 
-DONE, USAGE_ERROR, FELL, INTERRUPTED = 0, 2, 6, 130
+DONE, FELL = 0, 6
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,8 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    try:
-        return report(parse(sys.argv[1:] if arguments is None else arguments))
-    except ConfigurationError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"{message}; usage: {self.prog} RUNS [...] [--out DIR] "
-            "[--baseline RUNS --fail-under POINTS]"
-        )
+    words = sys.argv[1:] if arguments is None else arguments
+    return status_of(lambda: report(parse(words)))
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -86,11 +70,8 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         UsageError: it is wrong.
     """
-    parser = _Parser(
-        prog="python -m ruler_bench.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = Parser(
+        "report", __doc__, "RUNS [...] [--out DIR] [--baseline RUNS --fail-under POINTS]"
     )
     parser.add_argument("named", nargs="+", metavar="RUNS", help="folders or patterns")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write files there")
