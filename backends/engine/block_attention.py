@@ -12,16 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from backends.base import ConfigurationError
+from backends.engine.block_mask import MASK_ROWS, BlockLists, find_lay_blocks
 from backends.engine.cache.base import KVLayout, whole_blocks
 from backends.engine.memory import Buffer
 from backends.engine.policy import BLOCK_TOKENS, Place, Policy
 
 LEAST_HEAD_DIM = 16
 """Of FlexAttention on a GPU: `tl.dot` takes no shorter rows (torch/_inductor/kernel/flex)."""
-
-
-MASK_ROWS = 64
-"""Blocks of queries whose lists of blocks are made at once, to bound the memory for it."""
 
 
 class BlockKernel(Protocol):
@@ -216,11 +213,11 @@ class FlexAttention:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, compiled: bool = True) -> None:
         self.compile_seconds: float | None = None
-        self._partial = tensors["partial_blocks"], tensors["partial_block_counts"]
-        self._full = tensors["full_blocks"], tensors["full_block_counts"]
-        for tensor in (*self._partial, *self._full):
-            tensor.zero_()
-        self._start = torch.zeros((), dtype=torch.int32, device=self._partial[0].device)
+        kinds = "partial_blocks", "partial_block_counts", "full_blocks", "full_block_counts"
+        self._lists = BlockLists(*(tensors[kind].zero_() for kind in kinds))
+        device = self._lists.partial.device
+        self._lay_blocks = find_lay_blocks(device)
+        self._start = torch.zeros((), dtype=torch.int32, device=device)
         self._masks: dict[int, BlockMask] = {}
         run = _fresh(_attend_by_mask)
         self._run = torch.compile(run, dynamic=False, fullgraph=True) if compiled else run
@@ -228,6 +225,8 @@ class FlexAttention:
     def warm_up(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Compile; see `BlockKernel.warm_up`."""
         started = time.perf_counter()
+        nothing = torch.zeros((self._lists.full.shape[1], 1, 1), dtype=torch.bool)
+        self.lay(nothing.to(query.device), Place(0, 1, 1))
         self._call(query, keys, values)
         if query.device.type == "cuda":
             torch.cuda.synchronize(query.device)
@@ -246,50 +245,26 @@ class FlexAttention:
         return self._call(query, keys, values)
 
     def lay(self, blocks: torch.Tensor, place: Place) -> None:
-        """Fill the mask: the block of the same positions is causal, the others are read whole."""
+        """Fill the mask; see `block_mask.lay_blocks`."""
         self._start.fill_(place.start)
-        for _, counts in (self._partial, self._full):
-            counts[:, :, place.query_blocks :].zero_()
-        for start in range(0, place.query_blocks, MASK_ROWS):
-            rows = slice(start, min(start + MASK_ROWS, place.query_blocks))
-            own = torch.arange(rows.start, rows.stop, device=blocks.device) + place.first_block
-            self._lay_rows(blocks[:, rows], rows, own)
+        self._lay_blocks(blocks, place, self._lists)
 
     def mask(self, key_rows: int) -> BlockMask:
         """Return the mask as FlexAttention takes it, for so many rows of keys."""
         if key_rows not in self._masks:
-            indices, counts = self._partial
-            full_indices, full_counts = self._full
-            query_rows = indices.shape[2] * BLOCK_TOKENS
+            lists = self._lists
+            query_rows = lists.partial.shape[2] * BLOCK_TOKENS
             self._masks[key_rows] = BlockMask.from_kv_blocks(
-                counts,
-                indices,
-                full_counts,
-                full_indices,
+                lists.partial_counts,
+                lists.partial,
+                lists.full_counts,
+                lists.full,
                 BLOCK_SIZE=BLOCK_TOKENS,
                 mask_mod=_causal_from(self._start),
                 seq_lengths=(query_rows, key_rows),
                 compute_q_blocks=False,
             )
         return self._masks[key_rows]
-
-    def _lay_rows(self, blocks: torch.Tensor, rows: slice, own: torch.Tensor) -> None:
-        """Fill the mask's rows for bool [heads, rows, key_blocks]; `own` is each row's block."""
-        heads, count, columns = blocks.shape
-        own = own[:, None].expand(heads, -1, 1)
-        indices, counts = self._partial
-        counts[0, :, rows].copy_(blocks.gather(2, own)[:, :, 0])
-        indices[0, :, rows, :1].copy_(own)
-        blocks = blocks.scatter(2, own, value=False)
-        indices, counts = self._full
-        read = blocks.sum(2, dtype=torch.int32)
-        counts[0, :, rows].copy_(read)
-        # Where each column goes: those that are read first, both parts ascending.
-        order = blocks.cumsum(2).sub_(1)
-        rest = torch.arange(columns, device=blocks.device) - order.add(1) + read[:, :, None]
-        order = torch.where(blocks, order, rest)
-        numbers = torch.arange(columns, dtype=torch.int32, device=blocks.device)
-        indices[0, :, rows, :columns].scatter_(2, order, numbers.expand(heads, count, -1))
 
     def _call(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         by_head = (rows.transpose(0, 1).unsqueeze(0) for rows in (query, keys, values))

@@ -4,32 +4,39 @@
 
 Tiles are of one size, at absolute positions of the keys, and every sum but those of whole numbers
 is taken by one program in a fixed order, so that equal queries and keys give equal bits in every
-process, however the prompt is cut into chunks. Nothing is chosen or compiled by the length. Runs on
-CPU tensors too where TRITON_INTERPRET=1 was set before the import.
+process, however the prompt is cut into chunks. Nothing is compiled by the length. Runs on CPU
+tensors too where TRITON_INTERPRET=1 was set before the import.
+
+The product is taken by one kernel in two forms, which differ in how they load and in nothing else.
+Where a tile's queries are all there, so are the keys that they see, and the copy engine of Hopper
+and later GPUs loads whole tiles. What is left at a chunk's end goes by masked pointers.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from backends.engine.policy.base import Place
 from backends.engine.policy.estimate import Rule, slices
 from backends.engine.policy.mass import FIXED_POINT
 
-# Of the product: reduced rows, reduced columns and cells of a head in a step, by bytes of a number.
-# On an H200 the wide tile of 16-bit floats takes 18.0 ms for 131072 tokens at stride 8, one of
-# 128 columns, of which two share a multiprocessor, 19.7 ms. float32 has no tensor cores of full
-# precision.
+# Of the product: reduced rows, reduced columns and numbers of a head in a step, by bytes of a
+# number. float32 has no tensor cores of full precision. For 131072 tokens at stride 8 an H200 takes
+# 16.2 ms with these tiles, of which two share a multiprocessor, and 16.4 to 19.5 ms with others.
 _ROW_BLOCK = {2: 128, 4: 32}
-_COLUMN_BLOCK = {2: 256, 4: 128}
+_COLUMN_BLOCK = {2: 128, 4: 128}
 _DIM_BLOCK = {2: 64, 4: 32}
 _STAGES = {2: 3, 4: 2}
-_WARPS = {2: 8, 4: 4}
+_WARPS = {2: 4, 4: 4}
 _MIN_DIM_BLOCK = 16  # of a product on tensor cores
-_MASS_BLOCK = 64  # key blocks in a step; times the rows of a block, they stay in registers
-_KEEP_BLOCK = 1024  # key blocks in a step, those of 131072 tokens
+# Key blocks in a step: 0.88 ms on the same, and 1.07 ms.
+_MASS_BLOCK, _MASS_WARPS = 256, 4
+_KEEP_BLOCK, _KEEP_WARPS = 512, 1
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -73,7 +80,7 @@ def row_masses(sums: torch.Tensor, place: Place, cells: int) -> torch.Tensor:
         place.key_blocks,
         cells=cells,
         block=_MASS_BLOCK,
-        num_warps=4,
+        num_warps=_MASS_WARPS,
     )
     return mass
 
@@ -99,21 +106,70 @@ def keep_blocks(mass: torch.Tensor, share: torch.Tensor, place: Place, kept: tor
         query_blocks,
         key_blocks,
         block=_KEEP_BLOCK,
-        num_warps=4,
+        num_warps=_KEEP_WARPS,
     )
 
 
 def log_sum_exps(query: torch.Tensor, keys: torch.Tensor, place: Place, rule: Rule) -> torch.Tensor:
     """See `estimate.log_sum_exps`; cells of blocks after the row's own hold anything."""
-    heads, head_dim = query.shape[1:]
-    kv_heads, size = keys.shape[1], query.element_size()
     rows = place.query_blocks * rule.cells
-    sums = torch.empty((heads, rows, place.key_blocks), device=query.device)
-    row_tiles = triton.cdiv(rows, _ROW_BLOCK[size])
-    column_tiles = triton.cdiv(place.key_blocks * rule.cells, _COLUMN_BLOCK[size])
-    log_sum_exp_kernel[(heads * row_tiles * column_tiles,)](
-        query,
-        keys,
+    sums = torch.empty((query.shape[1], rows, place.key_blocks), device=query.device)
+    tiles = triton.cdiv(rows, _ROW_BLOCK[query.element_size()])
+    full = 0
+    if _can_be_described(query, keys):
+        full = place.queries // (_ROW_BLOCK[query.element_size()] * rule.stride)
+        _reduce_tiles(query, keys, place, rule, sums, range(full), described=True)
+    _reduce_tiles(query, keys, place, rule, sums, range(full, tiles), described=False)
+    return sums
+
+
+def _can_be_described(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Tell whether the copy engine can load the tiles: by the engine's buffers, not the length."""
+    if query.element_size() != 2 or query.shape[2] % _DIM_BLOCK[2] != 0:
+        return False
+    if query.is_cuda and torch.cuda.get_device_capability(query.device) < (9, 0):
+        return False
+    strides = [stride for tensor in (query, keys) for stride in tensor.stride()[:2]]
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (query, keys))
+    return aligned and all(stride % 8 == 0 for stride in strides)
+
+
+def _described(tokens: torch.Tensor, stride: int, rows: int) -> TensorDescriptor:
+    """Describe `stride` tokens side by side as one row; what is left at the end is not in it.
+
+    Args:
+        tokens: [tokens, heads, head_dim].
+        stride: tokens in a row.
+        rows: rows in a tile.
+    """
+    heads, head_dim = tokens.shape[1:]
+    # No further than the last number of the last token: there the storage may end.
+    width = (stride - 1) * tokens.stride(0) + (heads - 1) * tokens.stride(1) + head_dim
+    shape = [max(tokens.shape[0] // stride, 1), width]
+    return TensorDescriptor(tokens, shape, [stride * tokens.stride(0), 1], [rows, _DIM_BLOCK[2]])
+
+
+def _reduce_tiles(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    place: Place,
+    rule: Rule,
+    sums: torch.Tensor,
+    tiles: range,
+    described: bool,
+) -> None:
+    """Set the log-sum-exps of some tiles of rows. Without tiles it still compiles the kernel."""
+    heads, head_dim = query.shape[1:]
+    size = query.element_size()
+    columns = triton.cdiv(place.key_blocks * rule.cells, _COLUMN_BLOCK[size])
+    left: Any = query
+    right: Any = keys
+    if described:
+        left = _described(query, rule.stride, _ROW_BLOCK[size])
+        right = _described(keys, rule.stride, _COLUMN_BLOCK[size])
+    log_sum_exp_kernel[(max(heads * len(tiles) * columns, 1),)](
+        left,
+        right,
         sums,
         query.stride(0),
         query.stride(1),
@@ -124,8 +180,11 @@ def log_sum_exps(query: torch.Tensor, keys: torch.Tensor, place: Place, rule: Ru
         place.keys,
         place.query_blocks,
         place.key_blocks,
+        tiles.start,
+        len(tiles),
         rule.scale,
-        group=heads // kv_heads,
+        described=described,
+        group=heads // keys.shape[1],
         head_dim=head_dim,
         stride=rule.stride,
         cells=rule.cells,
@@ -135,59 +194,62 @@ def log_sum_exps(query: torch.Tensor, keys: torch.Tensor, place: Place, rule: Ru
         num_warps=_WARPS[size],
         num_stages=_STAGES[size],
     )
-    return sums
 
 
-@triton.jit(
-    do_not_specialize=["start", "queries", "key_count", "query_blocks", "key_blocks", "scale"]
-)
-def log_sum_exp_kernel(
+@triton.jit
+def _products_by_descriptor(
     query,
     keys,
-    sums,
+    scores,
+    row,
+    query_cell,
     query_stride,
-    head_stride,
+    column,
+    key_cell,
     key_stride,
-    kv_head_stride,
-    start,
-    queries,
-    key_count,
-    query_blocks,
-    key_blocks,
-    scale,
-    group: tl.constexpr,
     head_dim: tl.constexpr,
     stride: tl.constexpr,
-    cells: tl.constexpr,
-    row_block: tl.constexpr,
-    column_block: tl.constexpr,
     dim_block: tl.constexpr,
 ):
-    """Reduce one tile of the scores: product, causal mask, log-sum-exp of each block of columns.
+    """Add the products of a tile to its scores.
 
-    Programs that read the same keys, for the heads of a group and all rows, follow each other.
+    Queries go from their row's last token backwards, from `query_cell` on, and keys forwards.
     """
-    rows = query_blocks * cells
-    row_tiles = tl.cdiv(rows, row_block)
-    column_tiles = tl.cdiv(key_blocks * cells, column_block)
-    program = tl.program_id(0)
-    row_tile = program % row_tiles
-    member = program // row_tiles % group
-    column_tile = program // (row_tiles * group) % column_tiles
-    kv_head = program // (row_tiles * group * column_tiles)
-    head = kv_head * group + member
-    first_column = column_tile * column_block
-    if first_column >= start // stride + (row_tile + 1) * row_block:
-        return
-    row = row_tile * row_block + tl.arange(0, row_block)
-    column = first_column + tl.arange(0, column_block)
+    dim_steps: tl.constexpr = head_dim // dim_block
+    for step in range(0, stride * dim_steps):
+        token = step // dim_steps
+        dim = step % dim_steps * dim_block
+        left = query.load([row, query_cell - token * query_stride + dim])
+        right = keys.load([column, key_cell + token * key_stride + dim])
+        scores = tl.dot(left, tl.trans(right), scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _products_by_pointer(
+    query,
+    keys,
+    scores,
+    row,
+    query_stride,
+    queries,
+    column,
+    key_stride,
+    key_count,
+    head_dim: tl.constexpr,
+    stride: tl.constexpr,
+    dim_block: tl.constexpr,
+):
+    """Add the products of a tile to its scores; tokens that are not there are zero.
+
+    `query` and `keys` point to the first token of their head, `row` and `column` are all of the
+    tile's. Queries go from their row's last token backwards, and keys forwards.
+    """
     dims = tl.arange(0, dim_block)
-    # The last token of a row and the first of a column: from there the two go opposite ways.
     last_query = row * stride + stride - 1
     first_key = column * stride
-    query_rows = query + head.to(tl.int64) * head_stride + last_query.to(tl.int64) * query_stride
-    key_rows = keys + kv_head.to(tl.int64) * kv_head_stride + first_key.to(tl.int64) * key_stride
-    scores = tl.zeros((row_block, column_block), tl.float32)
+    query_rows = query + last_query.to(tl.int64) * query_stride
+    key_rows = keys + first_key.to(tl.int64) * key_stride
     dim_steps: tl.constexpr = (head_dim + dim_block - 1) // dim_block
     for step in range(0, stride * dim_steps):
         token = step // dim_steps
@@ -202,6 +264,97 @@ def log_sum_exp_kernel(
         left = tl.load(query_cells, mask=query_there, other=0.0)
         right = tl.load(key_cells, mask=key_there, other=0.0)
         scores = tl.dot(left, tl.trans(right), scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit(
+    do_not_specialize=[
+        "start",
+        "queries",
+        "key_count",
+        "query_blocks",
+        "key_blocks",
+        "first_tile",
+        "row_tiles",
+        "scale",
+    ]
+)
+def log_sum_exp_kernel(
+    query,
+    keys,
+    sums,
+    query_stride,
+    head_stride,
+    key_stride,
+    kv_head_stride,
+    start,
+    queries,
+    key_count,
+    query_blocks,
+    key_blocks,
+    first_tile,
+    row_tiles,
+    scale,
+    described: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    stride: tl.constexpr,
+    cells: tl.constexpr,
+    row_block: tl.constexpr,
+    column_block: tl.constexpr,
+    dim_block: tl.constexpr,
+):
+    """Reduce one tile of the scores: product, causal mask, log-sum-exp of each block of columns.
+
+    Programs that read the same keys, for the heads of a group and all rows, follow each other.
+    """
+    if row_tiles == 0:
+        return
+    rows = query_blocks * cells
+    column_tiles = tl.cdiv(key_blocks * cells, column_block)
+    program = tl.program_id(0)
+    row_tile = first_tile + program % row_tiles
+    member = program // row_tiles % group
+    column_tile = program // (row_tiles * group) % column_tiles
+    kv_head = program // (row_tiles * group * column_tiles)
+    head = kv_head * group + member
+    first_column = column_tile * column_block
+    if first_column >= start // stride + (row_tile + 1) * row_block:
+        return
+    row = row_tile * row_block + tl.arange(0, row_block)
+    column = first_column + tl.arange(0, column_block)
+    scores = tl.zeros((row_block, column_block), tl.float32)
+    if described:
+        last_cell = (stride - 1) * query_stride + head * head_stride
+        scores = _products_by_descriptor(
+            query,
+            keys,
+            scores,
+            row_tile * row_block,
+            last_cell,
+            query_stride,
+            first_column,
+            kv_head * kv_head_stride,
+            key_stride,
+            head_dim,
+            stride,
+            dim_block,
+        )
+    else:
+        scores = _products_by_pointer(
+            query + head.to(tl.int64) * head_stride,
+            keys + kv_head.to(tl.int64) * kv_head_stride,
+            scores,
+            row,
+            query_stride,
+            queries,
+            column,
+            key_stride,
+            key_count,
+            head_dim,
+            stride,
+            dim_block,
+        )
     seen = column[None, :] <= (start // stride + row)[:, None]
     seen &= (row * stride < queries)[:, None]
     scores = tl.where(seen, scores * (scale * _LOG2_E), float("-inf"))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from backends.base import ConfigurationError
 from backends.engine.block_attention import (
-    MASK_ROWS,
     FlexAttention,
     MaskedAttention,
     block_buffers,
@@ -160,17 +159,6 @@ def test_the_mask_lists_the_kept_blocks_whatever_was_laid_before(data):
         dense = flex.mask(CONTEXT).to_dense()[0].bool()
         assert torch.equal(dense[:, : place.query_blocks, : place.key_blocks], blocks)
         assert int(dense.sum()) == int(blocks.sum())
-
-
-def test_the_mask_is_laid_in_slices(monkeypatch):
-    monkeypatch.setattr("backends.engine.block_attention.MASK_ROWS", 2)
-    assert MASK_ROWS > 2
-    place = Place(128, 5 * BLOCK_TOKENS - 3, 6 * BLOCK_TOKENS - 3)
-    blocks = random_blocks(place, 2, 0.5, torch.Generator().manual_seed(3))
-    flex = FlexAttention(flex_tensors(2, 5 * BLOCK_TOKENS, CONTEXT), compiled=False)
-    flex.lay(blocks, place)
-    dense = flex.mask(CONTEXT).to_dense()[0].bool()
-    assert torch.equal(dense[:, :, : place.key_blocks], blocks)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

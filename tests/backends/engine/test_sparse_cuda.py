@@ -84,14 +84,21 @@ def unique_graphs():
 
 
 @by_policy
-def test_nothing_is_compiled_after_construction(policy, model, ask):
+def test_nothing_is_compiled_after_construction(policy, model, ask, monkeypatch):
+    import triton
+
     started = time.perf_counter()
     engine = gpu_only(model_path=model, policy=policy, **settings_for())
     described, taken = engine.describe(), time.perf_counter() - started
     assert described["block_attention"] == "flex"
     assert 0 < described["compile_seconds"] < taken
     assert described["decode"] == "captured graphs"
-    graphs = unique_graphs()
+    graphs, kernels = unique_graphs(), []
+    monkeypatch.setattr(
+        triton.knobs.runtime,
+        "jit_post_compile_hook",
+        lambda **found: kernels.append(found["repr"]),
+    )
     sparse = 0
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in LENGTHS:
@@ -100,6 +107,7 @@ def test_nothing_is_compiled_after_construction(policy, model, ask):
             sparse += got.dense_share < 1
     assert sparse >= 3
     assert unique_graphs() == graphs
+    assert not kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -284,12 +292,12 @@ def test_flex_attention_is_masked_attention(shape, dtype):
     def draw(rows, count):
         return torch.randn(rows, count, head_dim, generator=generator).to(device, dtype)
 
-    query, keys, values = (
-        draw(query_rows, heads),
-        draw(key_rows, kv_heads),
-        draw(key_rows, kv_heads),
-    )
     with torch.inference_mode():
+        query, keys, values = (
+            draw(query_rows, heads),
+            draw(key_rows, kv_heads),
+            draw(key_rows, kv_heads),
+        )
         flex = FlexAttention(tensors)
         flex.warm_up(query, keys, values)
         limit = 1e-4 if dtype == torch.float32 else 2e-2

@@ -130,22 +130,23 @@ def test_blocks_are_those_of_the_published_rule(estimator, draw, whole):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stride", "dtype"),
+    ("tokens", "stride", "head_dim", "dtype"),
     [
-        (1, 8, torch.float32),
-        (129, 16, torch.float32),
-        (391, 8, torch.float32),
-        (300, 4, torch.float32),
-        (260, 128, torch.float32),
-        (260, 1, torch.float32),
-        (391, 8, torch.float16),
-        (391, 8, torch.bfloat16),
+        (1, 8, 24, torch.float32),
+        (129, 16, 24, torch.float32),
+        (391, 8, 24, torch.float32),
+        (300, 4, 24, torch.float32),
+        (260, 128, 24, torch.float32),
+        (260, 1, 24, torch.float32),
+        (391, 8, 24, torch.float16),
+        (391, 8, 24, torch.bfloat16),
+        (1030, 8, 64, torch.float16),  # a whole tile, and what is left
     ],
 )
-def test_log_sum_exps_are_those_of_the_cells(tokens, stride, dtype, estimator, draw):
+def test_log_sum_exps_are_those_of_the_cells(tokens, stride, head_dim, dtype, estimator, draw):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
-    model = Model(1, 2, 1, 24)
+    model = Model(1, 2, 1, head_dim)
     query, keys = draw(tokens, model, dtype=dtype)
     place, rule = Place(0, tokens, tokens), rule_for(model, stride, 0.9)
     found = estimator.log_sum_exps(query, keys, place, rule)
