@@ -1,7 +1,8 @@
 """What a server sent, read piece by piece: text, ids, log-probabilities, usage.
 
 Field names are those of the OpenAI API reference (completions and chat completions, streamed and
-whole), `token_ids` that of vLLM. Nothing is taken for what it should be: a server under test may
+whole), `token_ids` that of vLLM, `logprobs.content[].id` that of llama.cpp's server, which has the
+form of chat completions for both. Nothing is taken for what it should be: a server under test may
 send anything.
 """
 
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from backends.base import FinishReason, NonFiniteLogits, RequestError
 
 MAX_SHOWN_CHARACTERS = 300
+LEAST_LOGPROB = -1e30
+"""From here on down a number stands for minus infinity, which JSON does not have: llama.cpp sends
+the least float32 where a probability is 0 as a float32. Such a margin is not known."""
 FINISHES: dict[str, FinishReason] = {
     "stop": "stop",
     "eos": "stop",
@@ -23,8 +28,12 @@ FINISHES: dict[str, FinishReason] = {
 }
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parsed(text: str, masked: Callable[[Any], Any] = lambda value: value) -> dict[str, Any]:
     """Return a JSON object.
+
+    Args:
+        text: what the server sent.
+        masked: takes out of a JSON value what must not be shown.
 
     Raises:
         NonFiniteLogits: it holds NaN or an infinity.
@@ -33,11 +42,13 @@ def parsed(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise RequestError(f"the server sent no JSON: {shown(text)}") from None
+        raise RequestError(f"the server sent no JSON: {shown(masked(text))}") from None
     if not isinstance(found, dict):
-        raise RequestError(f"the server sent no JSON object: {shown(text)}")
+        raise RequestError(f"the server sent no JSON object: {shown(masked(text))}")
+    found = dict(masked(found))
     if found.get("error") is not None:
-        raise RequestError(f"the server reports an error: {shown(message_of(found) or text)}")
+        words = message_of(found) or masked(text)
+        raise RequestError(f"the server reports an error: {shown(words)}")
     return found
 
 
@@ -75,7 +86,7 @@ class Answer:
         token_ids: generated ids; None where the server sends none.
         margins: best minus second best log-probability, one a token; None where some are missing.
         finish_reason: None until the server tells.
-        prompt_tokens, cached_tokens: as the server counts.
+        prompt_tokens, completion_tokens, cached_tokens: as the server counts.
         choices: how often a choice was seen.
         started_seconds: when the request was sent.
         first_seconds, last_seconds: when the first and the last piece came, as `add` was told.
@@ -88,6 +99,7 @@ class Answer:
     margins: list[float] | None = None
     finish_reason: FinishReason | None = None
     prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     cached_tokens: int | None = None
     choices: int = 0
     started_seconds: float = 0.0
@@ -121,8 +133,9 @@ class Answer:
 
     def _add_choice(self, choice: dict[str, Any], now_seconds: float) -> None:
         piece = self._text(choice)
-        ids = _ids(choice.get("token_ids"))
-        margins = self._margins(choice.get("logprobs"))
+        logprobs = _logprobs(choice.get("logprobs"))
+        ids = _ids(choice.get("token_ids")) or _ids_beside(logprobs)
+        margins = self._margins(logprobs)
         if piece:
             self.pieces.append(piece)
         if ids:
@@ -154,26 +167,13 @@ class Answer:
             raise _wrong("text", text)
         return text
 
-    def _margins(self, logprobs: Any) -> list[float]:
+    def _margins(self, logprobs: dict[str, Any]) -> list[float]:
         """Return margins, one a token: log-probabilities differ as their logits do."""
-        if logprobs is None:
-            return []
-        if not isinstance(logprobs, dict):
-            raise _wrong("logprobs", logprobs)
-        if self.api == "completions":
-            rows = logprobs.get("top_logprobs")
-            tops = [list(one.values()) if isinstance(one, dict) else [] for one in _listed(rows)]
-        else:
-            tops = [
-                [each.get("logprob") for each in _listed(one.get("top_logprobs"))]
-                for one in _listed(logprobs.get("content"))
-                if isinstance(one, dict)
-            ]
         found = []
-        for top in tops:
+        for top in _tops(logprobs):
             if not all(isinstance(one, int | float) and math.isfinite(one) for one in top):
                 raise NonFiniteLogits(f"the server's log-probabilities are {top!r:.80}")
-            if len(top) < 2:
+            if len(top) < 2 or min(top) <= LEAST_LOGPROB:
                 self._lacks_margins = True
                 continue
             best, second = sorted(top, reverse=True)[:2]
@@ -186,15 +186,59 @@ class Answer:
         if not isinstance(usage, dict):
             raise _wrong("usage", usage)
         self.prompt_tokens = _count("usage.prompt_tokens", usage.get("prompt_tokens"))
+        self.completion_tokens = _count("usage.completion_tokens", usage.get("completion_tokens"))
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict):
             self.cached_tokens = _count("usage.cached_tokens", details.get("cached_tokens"))
+
+    def end(self, masked: Callable[[str], str]) -> None:
+        """Complete the answer: the whole text masked, and no ids where they are not all of them.
+
+        Args:
+            masked: takes out of a text what must not be shown; the ids would spell it.
+        """
+        text = self.text
+        self.pieces = [masked(text)]
+        # llama.cpp tells an id with the text that it sends, and holds back the bytes of a character
+        # that is not whole.
+        is_short = len(self.token_ids or ()) < (self.completion_tokens or 0)
+        if self.text != text or is_short:
+            self.token_ids = None
 
     def top2_margin(self) -> tuple[float, ...] | None:
         """Return one margin a token, or None where one is missing or has no token."""
         if self.margins is None or self.token_ids is None or self._lacks_margins:
             return None
         return tuple(self.margins) if len(self.margins) == len(self.token_ids) else None
+
+
+def _logprobs(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _wrong("logprobs", value)
+    return value
+
+
+def _tops(logprobs: dict[str, Any]) -> list[list[Any]]:
+    """Return the best log-probabilities of each token, in either form that there is."""
+    rows = _listed(logprobs.get("top_logprobs"))
+    if rows:  # of completions: an object a token
+        return [list(one.values()) if isinstance(one, dict) else [] for one in rows]
+    return [
+        [each.get("logprob") for each in _listed(one.get("top_logprobs")) if isinstance(each, dict)]
+        for one in _contents(logprobs)
+    ]
+
+
+def _ids_beside(logprobs: dict[str, Any]) -> list[int]:
+    """Return the ids that llama.cpp tells with log-probabilities; [] where one is missing."""
+    ids = [one.get("id") for one in _contents(logprobs)]
+    return [] if None in ids else _ids(ids)
+
+
+def _contents(logprobs: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in _listed(logprobs.get("content")) if isinstance(one, dict)]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -140,7 +140,7 @@ class Connection:
         async def once() -> dict[str, Any]:
             response = await self._send("GET", path, None)
             try:
-                return parsed(await self._whole(response, MAX_RESPONSE_BYTES))
+                return self._parsed(await self._whole(response, MAX_RESPONSE_BYTES))
             finally:
                 await response.aclose()
 
@@ -197,7 +197,7 @@ class Connection:
         try:
             if _media_type(response) == JSON:
                 # The server does not stream: nobody can tell when the first token was there.
-                answer.add(parsed(await self._whole(response, MAX_RESPONSE_BYTES)), 0.0)
+                answer.add(self._parsed(await self._whole(response, MAX_RESPONSE_BYTES)), 0.0)
                 answer.first_seconds = answer.last_seconds = None
                 is_done = True
             else:
@@ -210,7 +210,7 @@ class Connection:
                 raise RequestError("the server sent no answer: choices is empty")
             what = "the answer has no finish_reason" if is_done else "the stream was cut"
             raise RequestError(f"{what} after {len(answer.text)} characters")
-        answer.pieces = [self._key.masked(answer.text)]
+        answer.end(self._key.masked)
         return answer
 
     async def _stream(self, response: httpx.Response, answer: Answer) -> bool:
@@ -232,10 +232,13 @@ class Connection:
         return is_done
 
     def _parsed(self, data: str) -> dict[str, Any]:
-        try:
-            return parsed(data)
-        except RequestError as error:
-            raise type(error)(self._key.masked(str(error))) from None
+        return parsed(data, self._key.masked_json)
+
+    def _shown(self, text: str) -> str:
+        """Return a text of the server's for a message: masked before it is cut, lest half a key
+        be left.
+        """
+        return shown(self._key.masked(text))
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
         """Return a response whose status is 2xx and whose body is not read yet."""
@@ -255,7 +258,7 @@ class Connection:
         raise self._refusal(response, text)
 
     def _lost(self, error: httpx.TransportError) -> RequestError:
-        reason = shown(self._key.masked(_innermost(error)))
+        reason = self._shown(_innermost(error))
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return Unreachable(f"nothing answers at {self.url} ({reason})")
         return RequestError(f"{self.url} broke the connection off ({reason})")
@@ -272,8 +275,8 @@ class Connection:
                 ) from None
             if isinstance(chain, ssl.SSLError):
                 raise ConfigurationError(
-                    f"{self.url} does not speak TLS ({shown(str(chain))}); should it begin with "
-                    "http://?"
+                    f"{self.url} does not speak TLS ({self._shown(str(chain))}); should it begin "
+                    "with http://?"
                 ) from None
             chain = chain.__cause__ or chain.__context__
 
@@ -281,10 +284,10 @@ class Connection:
         """Return what a response without success means."""
         status = response.status_code
         where = f"{self.url} answers {status}"
-        said = self._key.masked(self._said(response, text))
+        said = self._said(response, text)
         why = f" ({said})" if said else ""
         if 300 <= status < 400:
-            to = shown(self._key.masked(response.headers.get("location", "nowhere")))
+            to = self._shown(response.headers.get("location", "nowhere"))
             return Refused(
                 f"{where}: it redirects to {to}, which is not followed; set backend.base_url to "
                 "the address that is meant"
@@ -307,20 +310,25 @@ class Connection:
     def _said(self, response: httpx.Response, text: str) -> str:
         """Return the words of an error response, of a page its title."""
         if "html" in _media_type(response):
-            return _page(text)
+            return self._page(text)
         with contextlib.suppress(ValueError, RecursionError):
-            return shown(message_of(json.loads(text)) or text)
-        return shown(text)
+            return self._shown(message_of(json.loads(text)) or text)
+        return self._shown(text)
 
     def _check_media_type(self, response: httpx.Response, wanted: str, beginning: str) -> None:
         found = _media_type(response)
         if found == wanted:
             return
-        what = _page(beginning) if "html" in found else shown(self._key.masked(beginning))
+        what = self._page(beginning) if "html" in found else self._shown(beginning)
         hint = "; does backend.base_url end in /v1?" if "html" in found else ""
         raise Refused(
-            f"{self.url} answers with {found or 'no content type'}, not {wanted}: {what}{hint}"
+            f"{self.url} answers with {self._shown(found) or 'no content type'}, not {wanted}: "
+            f"{what}{hint}"
         )
+
+    def _page(self, text: str) -> str:
+        title = _TITLE.search(self._key.masked(text))
+        return f"a web page, {shown(title[1])!r}" if title else "a web page"
 
     # --- bodies ---------------------------------------------------------------------------------
 
@@ -330,7 +338,7 @@ class Connection:
         coding = response.headers.get("content-encoding", "identity")
         if coding != "identity":
             raise Refused(
-                f"{self.url} answers in the encoding {shown(coding)}, which was not asked for"
+                f"{self.url} answers in the encoding {self._shown(coding)}, which was not asked for"
             )
         received = 0
         async for chunk in response.aiter_raw():
@@ -378,8 +386,3 @@ def _innermost(error: BaseException) -> str:
 
 def _media_type(response: httpx.Response) -> str:
     return str(response.headers.get("content-type", "")).partition(";")[0].strip().lower()
-
-
-def _page(text: str) -> str:
-    title = _TITLE.search(text)
-    return f"a web page, {shown(title[1])!r}" if title else "a web page"

@@ -110,6 +110,8 @@ class OpenAIServer:
         self._tasks: dict[int, asyncio.Task[Answer]] = {}
         self._server: Server | None = None
         self._connection: Connection | None = None
+        self._ends = threading.Lock()
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -210,7 +212,7 @@ class OpenAIServer:
             PromptTooLong: prompt and generation do not fit the server's context.
             RequestCancelled: `cancel` ended the request.
             EngineDied: the server that the backend started has ended.
-            RequestError: the server did not answer, or not as it should.
+            RequestError: the server did not answer, or not as it should; or the engine is closed.
             ConfigurationError: the server counts another number of prompt tokens, or does not
                 accept the key.
         """
@@ -237,7 +239,9 @@ class OpenAIServer:
 
     def cancel(self, request_id: int) -> None:
         """End a request by closing its connection; one that is over is left alone."""
-        self._loop.call_soon_threadsafe(self._cancel, request_id)
+        with self._ends:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._cancel, request_id)
 
     def _cancel(self, request_id: int) -> None:
         task = self._tasks.get(request_id)
@@ -250,8 +254,7 @@ class OpenAIServer:
         assert task is not None
         self._tasks[request.request_id] = task
         try:
-            if self._connection is None:
-                raise AssertionError("the backend is closed")
+            assert self._connection is not None  # made before there is anything to ask
             body = self._offer.body(request)
             return await self._connection.ask(PATHS[self._api], body, self._api)
         finally:
@@ -304,10 +307,13 @@ class OpenAIServer:
 
     def close(self) -> None:
         """Break off what is in flight, close connections and end the server that was started."""
-        if self._loop.is_closed():
-            return
+        with self._ends:
+            if self._is_closed:
+                return
+            self._is_closed = True
         try:
             with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+                # What was started before is broken off, and nothing is started any more.
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSE_SECONDS)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -325,8 +331,16 @@ class OpenAIServer:
             await self._connection.close()
 
     def _wait(self, work: Coroutine[Any, Any, Found]) -> Found:
-        """Return what a coroutine returns; Ctrl-C in this thread ends it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Return what a coroutine returns; Ctrl-C in this thread ends it.
+
+        Raises:
+            RequestError: the backend is closed.
+        """
+        with self._ends:
+            if self._is_closed:
+                work.close()
+                raise RequestError("the engine is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except KeyboardInterrupt:

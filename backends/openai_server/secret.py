@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from backends.base import ConfigurationError
 
@@ -62,6 +63,16 @@ class Key:
     def masked(self, text: str) -> str:
         """Return a text without the key: servers echo what they are sent."""
         return text.replace(self.value, MASK) if self.is_secret else text
+
+    def masked_json(self, value: Any) -> Any:
+        """Return what JSON holds without the key, in whatever way it was escaped there."""
+        if isinstance(value, str):
+            return self.masked(value)
+        if isinstance(value, list):
+            return [self.masked_json(one) for one in value]
+        if isinstance(value, dict):
+            return {self.masked(key): self.masked_json(one) for key, one in value.items()}
+        return value
 
     def is_in(self, value: object) -> bool:
         """Tell whether a setting holds the key."""

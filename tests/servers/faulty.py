@@ -52,7 +52,15 @@ FAULTS = {
     "error_event": "an error in the middle of the stream",
     "echo": "the headers that were sent, in an answer and in the log",
     "echo_error": "the headers that were sent, in an error",
+    "echo_late": "the same, so far on in the message that what is shown of it ends within the key",
+    "echo_garbage": "the same, in what is no JSON",
+    "echo_escaped": "the same, in JSON that writes hyphens as \\u002d",
+    "hostile": "an answer in the languages of shells, pages, sheets, templates and terminals",
 }
+HOSTILE = (
+    "=HYPERLINK(1) ${oc.env:PLANTED} {{7*191}} $(touch made) `touch made` <script>x</script> "
+    "\x1b]0;title\x07\x1b[2J __import__('os').system('touch made') !!python/name:os ../../made"
+)
 EVICTED_AFTER = 3
 PREFIX_CHARACTERS = 600
 PIECE_CHARACTERS = 3
@@ -133,7 +141,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self.whole({"status": "ok"})
         elif self.path == "/v1/models":
-            if self.admitted():
+            if self.options.echo_models:
+                self.send(200, "application/json", f"{dict(self.headers)}")
+            elif self.admitted():
                 entry = {"max_model_len": self.options.context} if self.options.tell_context else {}
                 self.whole({"data": [{"id": one, **entry} for one in self.options.models]})
         else:
@@ -298,6 +308,22 @@ class Handler(BaseHTTPRequestHandler):
     def fault_echo_error(self, body: dict, prompt: str, tries: int) -> None:
         self.whole({"error": {"message": f"headers: {dict(self.headers)}"}}, 400)
 
+    def fault_echo_late(self, body: dict, prompt: str, tries: int) -> None:
+        said = "x" * 280 + self.headers["Authorization"] + "x" * 100
+        self.whole({"error": {"message": said}}, 400)
+
+    def fault_echo_garbage(self, body: dict, prompt: str, tries: int) -> None:
+        self.begin("text/event-stream")
+        self.piece(f"data: {'x' * 280} {self.headers['Authorization']}\n\n".encode())
+        self.end()
+
+    def fault_echo_escaped(self, body: dict, prompt: str, tries: int) -> None:
+        said = json.dumps({"error": {"message": self.headers["Authorization"]}})
+        self.send(400, "application/json", said.replace("-", "\\u002d"))
+
+    def fault_hostile(self, body: dict, prompt: str, tries: int) -> None:
+        self.stream(body, HOSTILE)
+
     # --- what goes over the wire ----------------------------------------------------------------
 
     def stream(self, body: dict, answer: str | None) -> None:
@@ -344,7 +370,9 @@ class Handler(BaseHTTPRequestHandler):
         tokens = self.prompt_tokens(body)
         if tokens is None:
             return None
-        return {"prompt_tokens": tokens, "completion_tokens": len(answer), "total_tokens": tokens}
+        ids = self.state.tokenizer.encode(answer, add_special_tokens=False).ids
+        counts = {"prompt_tokens": tokens, "completion_tokens": len(ids)}
+        return counts | {"total_tokens": tokens + len(ids)}
 
     def chunk(self, body: dict, piece: str, reason: str | None = None) -> dict:
         choice: dict = {"index": 0, "finish_reason": reason}
@@ -417,6 +445,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--schedule", type=scheduled, default={})
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--models", type=lambda text: text.split(","), default=["needles"])
+    parser.add_argument("--echo-models", action="store_true")
     parser.add_argument("--tokenizer")
     parser.add_argument("--context", type=int)
     parser.add_argument("--tell-context", action="store_true")

@@ -1,5 +1,6 @@
 """Whole runs over HTTP: every fault of a server gets its verdict or its recorded error."""
 
+import ast
 import importlib.util
 import json
 import signal
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import trustme
 
 from ruler_bench.minimise import main as minimise
 
@@ -239,6 +241,107 @@ def test_the_key_is_nowhere(cli, workdir, monkeypatch):
     assert refused.status == 2
     assert "the key in MY_KEY is not accepted" in refused.err
     assert "sk-another" not in refused.err
+
+
+@pytest.mark.parametrize("fault", ["echo_late", "echo_garbage"])
+def test_the_key_is_in_no_error_nor_in_a_part(cli, workdir, monkeypatch, managed, fault):
+    monkeypatch.setenv("MY_KEY", KEY)
+    mine = (*RUN, *QUICK, managed("--fault", fault), "backend.api_key_env=MY_KEY", "num_samples=1")
+    finished = cli(*mine)
+    assert finished.status == 1, finished.err
+    assert "Bearer (key)" in rows(workdir / "here")[0]["error"]
+    texts = [one.read_text() for one in workdir.rglob("*") if one.is_file()]
+    assert not any("sk-sec" in one for one in (*texts, finished.out, finished.err))
+
+
+def test_nothing_that_a_server_sends_is_evaluated_or_leaves_the_folder(
+    cli, workdir, monkeypatch, managed
+):
+    """An answer, and a model's name, in the languages of whatever may read them later."""
+    planted = "planted-5821"
+    monkeypatch.setenv("PLANTED", planted)
+    before = {one for one in workdir.parent.rglob("*") if "here" not in one.parts}
+    server = managed("--fault", "hostile", "--models", "../../${oc.env:PLANTED}/<script>x</script>")
+    finished = cli(*RUN, *QUICK, server, "arms=[persistent,shuffled]", "num_samples=2")
+    assert finished.status in (0, 1, 5), finished.err
+    (first, *_) = rows(workdir / "here")
+    assert first["output"].startswith(helper.faulty.HOSTILE[:40])  # kept as it came
+    held = json.loads((workdir / "here" / "manifest.json").read_text())["backend_in_force"]
+    assert held["model"] == "../../${oc.env:PLANTED}/<script>x</script>"
+    texts = {one.name: one.read_text() for one in (workdir / "here").rglob("*") if one.is_file()}
+    assert not any(planted in one for one in (*texts.values(), finished.out, finished.err))
+    assert not any("1337" in one for one in (finished.out, finished.err))  # 7 * 191
+    assert "\x1b]0" not in finished.out + finished.err
+    assert not any("<script>" in text for name, text in texts.items() if name.endswith(".html"))
+    assert not any("\n=HYPER" in text for name, text in texts.items() if name.endswith(".csv"))
+    after = {one for one in workdir.parent.rglob("*") if "here" not in one.parts}
+    assert after == before
+    assert not [one for one in (workdir / "here").rglob("*") if one.name in ("made", "x")]
+
+
+def test_no_module_of_the_backend_can_evaluate_what_it_is_sent():
+    """Names that run or build anything from data; the answers go through json alone."""
+    import backends.openai_server as package
+
+    forbidden = {"eval", "exec", "compile", "__import__", "pickle", "marshal", "yaml", "torch"}
+    for path in Path(package.__file__).parent.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        called = {
+            one.func.id for one in nodes if isinstance(one, ast.Call) and hasattr(one.func, "id")
+        }
+        imported = {name.name for one in nodes if isinstance(one, ast.Import) for name in one.names}
+        assert not forbidden & (called | imported), path.name
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
+    trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(path)
+    return path
+
+
+BAD_INPUT = {
+    "wrong address": ((), "/v1", "/v2", "answers 404 (a web page, 'Not Found')"),
+    "refused connection": ((), "127.0.0.1:", "127.0.0.2:", "(Connection refused)"),
+    "self-signed certificate": (("--certificate",), "", "", "is not trusted"),
+    "missing key": (("--key-variable", "RIGHT"), "", "", "set the environment variable MY_KEY"),
+    "another tokenizer": (("--more-tokens", "3"), "", "", "(+3): they are not the same tokenizer"),
+    "short context": (
+        ("--context", "512", "--tell-context"),
+        *("", ""),
+        "takes 512 tokens of prompt and generation for needles, and this run needs",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_ends_a_run_with_one_line(cli, monkeypatch, managed, certificate, what):
+    monkeypatch.setenv("RIGHT", KEY)
+    monkeypatch.delenv("MY_KEY", raising=False)
+    options, old, new, words = BAD_INPUT[what]
+    if options == ("--certificate",):
+        options = ("--certificate", certificate)
+    if what == "another tokenizer":
+        options = (*options, "--tokenizer", helper.TOKENIZER)
+    address = managed(*options)
+    mine = (*RUN, *QUICK, address.replace(old, new), "backend.api_key_env=MY_KEY")
+    more = ("backend.prompt=text",) if what == "another tokenizer" else ()
+    finished = cli(*mine, *more, "num_samples=2")
+    assert finished.status == 2, finished.out
+    errors = [one for one in finished.err.splitlines() if one.startswith("error")]
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert "Traceback" not in finished.err
+
+
+def test_a_prompt_beyond_a_limit_that_the_server_does_not_tell_is_an_error_of_it(
+    cli, workdir, managed
+):
+    server = managed("--context", "512", "--tokenizer", helper.TOKENIZER)
+    finished = cli(*RUN, *QUICK, server, "num_samples=1")
+    assert finished.status == 1, finished.err
+    assert rows(workdir / "here")[0]["error"].startswith("PromptTooLong: ")
+    assert "maximum context length is 512 tokens" in rows(workdir / "here")[0]["error"]
 
 
 def test_an_interrupt_ends_the_server_too(workdir):

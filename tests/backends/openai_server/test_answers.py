@@ -49,6 +49,36 @@ def test_chat_streamed_and_whole():
         assert answer.cached_tokens == 4
 
 
+def beside(*tokens):
+    """Log-probabilities of llama.cpp's server: id, best and second best of each token."""
+    return {
+        "content": [
+            {"id": one, "logprob": best, "top_logprobs": [{"logprob": best}, {"logprob": next_}]}
+            for one, best, next_ in tokens
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "second", "ids", "margins"),
+    [
+        (2, -2.5, [4, 5], (1.5, 2.25)),
+        (None, -2.5, [4, 5], (1.5, 2.25)),
+        (3, -2.5, None, None),  # a token whose bytes were held back
+        (2, -3.4028234663852886e38, [4, 5], None),  # a probability of 0
+    ],
+)
+def test_ids_beside_log_probabilities_count_where_they_are_all_there(told, second, ids, margins):
+    answer = Answer("completions")
+    answer.add(choice(text=" 1", logprobs=beside((4, -0.5, -2.0))), 1.0)
+    answer.add(choice(text="2", logprobs=beside((5, -0.25, second))), 2.0)
+    answer.add(choice(text="", logprobs=None, finish_reason="stop"), 3.0)
+    answer.add({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": told}}, 4.0)
+    answer.end(lambda text: text)
+    assert answer.token_ids == ids
+    assert answer.top2_margin() == margins
+
+
 def test_a_margin_that_is_missing_takes_all_away():
     two, one = {"a": -1, "b": -2}, {"a": -1.0}
     for ids, rows, margins in (

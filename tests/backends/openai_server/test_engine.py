@@ -1,8 +1,10 @@
 """Requests to real servers: what is asked, what comes back, and what is said of what does not."""
 
+import gc
 import json
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,41 @@ def test_close_ends_what_is_in_flight(serving, build, ask):
     backend.close()
 
 
+def test_after_close_a_request_is_refused_and_nothing_is_left(serving, build, ask):
+    backend = build(base_url=serving())
+    backend.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RequestError, match="the engine is closed"):
+            backend.generate(ask(0))
+        backend.cancel(0)
+        gc.collect()  # a coroutine that nobody waits for says so when it goes
+
+
+def test_requests_that_meet_the_end_are_over_soon(serving, build, ask):
+    """Threads that ask while another closes: each has an answer or an error, and none waits."""
+    backend = build(base_url=serving(), concurrency=4)
+    said = []
+
+    def run():
+        for number in range(200):
+            try:
+                backend.generate(ask(number))
+            except RequestError as error:
+                said.append(str(error))
+                return
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for one in threads:
+        one.start()
+    time.sleep(0.05)
+    backend.close()
+    for one in threads:
+        one.join(10)
+    assert not any(one.is_alive() for one in threads)
+    assert len(said) == 4
+
+
 # --- what a server does not take ----------------------------------------------------------------
 
 
@@ -245,7 +282,9 @@ def test_a_key_that_is_missing_or_wrong_names_its_variable(serving, build, monke
     assert "right-key" not in json.dumps(build(base_url=url, api_key_env="SERVER_KEY").describe())
 
 
-@pytest.mark.parametrize("fault", ["echo", "echo_error"])
+@pytest.mark.parametrize(
+    "fault", ["echo", "echo_error", "echo_late", "echo_garbage", "echo_escaped"]
+)
 def test_a_server_that_echoes_the_key_does_not_get_it_shown(
     serving, build, ask, monkeypatch, fault
 ):
@@ -254,8 +293,26 @@ def test_a_server_that_echoes_the_key_does_not_get_it_shown(
     if fault == "echo":
         assert backend.generate(ask(1)).text == " 1000001 Bearer (key)"
     else:
-        with pytest.raises(RequestError, match=r"Bearer \(key\)"):
+        with pytest.raises(RequestError, match=r"Bearer \(key\)") as caught:
             backend.generate(ask(1))
+        assert "sk-" not in str(caught.value)
+
+
+def test_ids_that_would_spell_the_key_are_not_kept(serving, build, ask, tokenizer, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sk-secret-1234")
+    ids = tokenizer.encode_prompt(ask(1).prompt)
+    found = build(base_url=serving(*TOKENIZER, "--fault", "echo"), api_key_env="MY_KEY").generate(
+        ask(1, ids=ids)
+    )
+    assert found.text == " 1000001 Bearer (key)"
+    assert (found.token_ids, found.top2_margin) == (None, None)
+
+
+def test_a_list_of_models_that_is_none_does_not_show_the_key(serving, build, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sk-secret-1234")
+    said = refused(build, base_url=serving("--echo-models"), api_key_env="MY_KEY")
+    assert "sent no JSON" in said
+    assert "Bearer (key)" in said
 
 
 def test_another_tokenizer_is_refused_with_the_difference(serving, build, ask, tokenizer):
