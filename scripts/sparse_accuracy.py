@@ -40,13 +40,13 @@ from ruler_bench.sharing import portable_path  # noqa: E402
 from ruler_bench.values import default_threads, resolve_device  # noqa: E402
 from scripts.accuracy.cells import NOTE, Plan, run_of, run_policy  # noqa: E402
 from scripts.accuracy.policies import DEFAULT, FULL, PolicySpec, parse_policies, parse_policy  # noqa: E402
-from scripts.accuracy.smollm2 import smollm2_folder  # noqa: E402
 from scripts.accuracy.table import Result, render, write_csv  # noqa: E402
 from scripts.check.questions import TASKS, Batch, Source, prepare  # noqa: E402
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 TABLE, CSV, MANIFEST, LOGS = "table.md", "accuracy.csv", "manifest.json", "logs"
 LENGTHS = (4096, 32768)
+NAMED_MODELS = ("probe", "smollm2")
 PROCESSES = {"cpu": 1, "cuda": 4}
 LOOK_AGAIN_SECONDS = 0.2
 SCRIPT = Path(__file__).resolve()
@@ -138,10 +138,9 @@ def check_options(options: argparse.Namespace) -> None:
 
 def model_overrides(name: str) -> tuple[str, ...]:
     """Return what chooses a model."""
-    if name == "probe":
-        return ("model=probe",)
-    folder = smollm2_folder() if name == "smollm2" else Path(name)
-    return ("model=local", f"model.path='{folder}'")
+    if name in NAMED_MODELS:
+        return (f"model={name}",)
+    return ("model=local", f"model.path='{Path(name)}'")
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -201,7 +200,7 @@ def begin(options: argparse.Namespace, plan: Plan, words: Sequence[str]) -> None
         {
             "started": now(),
             "command": " ".join(["python", "scripts/sparse_accuracy.py", *shown]),
-            "model": options.model if options.model in ("probe", "smollm2") else "a folder",
+            "model": options.model if options.model in NAMED_MODELS else "a folder",
             "device": device_name(options.device),
             "versions": versions(),
             "processes": options.processes,
