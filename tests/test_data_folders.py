@@ -81,6 +81,10 @@ def test_ready_made_samples_are_run(cli, workdir, prepared):
         (["task=vt", "data=none"], "data=none: is no folder"),
         (["task=vt", "data=."], "data=.: has no vt/validation.jsonl"),
         (["task=qa_2", f"qa_data={QA}", "num_samples=41"], "has 40 questions, fewer than the 41"),
+        (
+            ["task=qa_2", f"qa_data={QA}", "length=1024"],
+            "length=1024 is too small for qa_2: the least length",
+        ),
         (["task=vt", "length=90"], "length=90 is too small for vt: the least length"),
         (["task=fwe", "length=149"], "length=149 is too small for fwe: the least length"),
     ],
