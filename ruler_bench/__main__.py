@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -12,7 +10,7 @@ from omegaconf import DictConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ruler_bench.config import Cell
+    from ruler_bench.cell import Cell
     from ruler_bench.leak.diagnose import Row
     from ruler_bench.report import Run
     from ruler_bench.run import Outcome
@@ -21,30 +19,29 @@ from backends.base import ConfigurationError
 from ruler_bench.cli import (
     GOES_ON,
     INTERRUPTED,
+    SAMPLE_ERRORS,
     USAGE_ERROR,
     CellRef,
     JobResult,
     asks_for_multirun,
     choices_and_overrides,
     print_error,
-    read_statuses,
     refused,
     run_app,
-    swept_keys_override,
+    worst,
 )
 from ruler_bench.config import cells
-from ruler_bench.manifest import now
-
-SAMPLE_ERRORS = 1
-STATUS_ORDER = (USAGE_ERROR, INTERRUPTED, 3, 4, 5, 6, SAMPLE_ERRORS)
-SWEEPS = Path("results") / ".sweeps"
+from ruler_bench.launch_packages import check_launcher
+from ruler_bench.sweep import run_sweep
 
 
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
     try:
-        if any(asks_for_multirun(argument) for argument in sys.argv[1:]):
-            return _sweep()
+        is_sweep = any(asks_for_multirun(argument) for argument in sys.argv[1:])
+        check_launcher(sys.argv[1:], is_sweep)
+        if is_sweep:
+            return run_sweep()
         results = run_app("config", job)
     except ConfigurationError as error:
         print_error(error)
@@ -53,11 +50,6 @@ def main() -> int:
         print(GOES_ON, file=sys.stderr)
         return INTERRUPTED
     return worst([result.status for result in results])
-
-
-def worst(statuses: list[int]) -> int:
-    """Return the status of several runs together: the first of STATUS_ORDER that occurs, else 0."""
-    return next((status for status in STATUS_ORDER if status in statuses), 0)
 
 
 def job(config: DictConfig) -> JobResult:
@@ -108,11 +100,7 @@ def finish(cell: Cell, result: JobResult, runs: Sequence[Run], is_sweep: bool) -
 
 def print_tables(runs: Sequence[Run]) -> None:
     """Print the table of runs, their means over tasks, and what failed."""
-    from ruler_bench.report import (  # noqa: PLC0415
-        failures_summary,
-        terminal_means,
-        terminal_table,
-    )
+    from ruler_bench.report import failures_summary, terminal_means, terminal_table  # noqa: PLC0415
 
     print(terminal_table(runs))
     means = terminal_means(runs)
@@ -168,42 +156,6 @@ def print_diagnosis(rows: Sequence[Row]) -> None:
     from ruler_bench.leak.diagnose import terminal_diagnosis  # noqa: PLC0415
 
     print(terminal_diagnosis(rows) + "\n")
-
-
-def _sweep() -> int:
-    """Run every job of a multirun, then join their tables; its folder keeps what each job did."""
-    folder = SWEEPS / f"{now().replace(':', '-').removesuffix('+00-00')}_{os.getpid()}"
-    sys.argv += [
-        f"hydra.sweep.dir={folder}",
-        "hydra.sweep.subdir=${hydra.job.num}",
-        swept_keys_override(sys.argv[1:]),
-    ]
-    interrupted = False
-    try:
-        run_app("config", job)
-    except KeyboardInterrupt:
-        interrupted = True
-    results = read_statuses(folder)
-    _join(folder, results)
-    return INTERRUPTED if interrupted else worst([result.status for result in results])
-
-
-def _join(folder: Path, results: list[JobResult]) -> None:
-    """Print and write one table of the samples that each job asked for, then what failed."""
-    from ruler_bench.journal import by_arm, read_run  # noqa: PLC0415
-    from ruler_bench.report import write_page, write_reports  # noqa: PLC0415
-
-    read = [read_run(Path(one.folder), one.ordinals) for result in results for one in result.cells]
-    runs = [run for one in read if one is not None for run in by_arm(one)]
-    if runs:
-        write_reports(folder, runs)
-        write_page(folder, runs)
-        print("All runs of the sweep:")
-        print_tables(runs)
-        print(f"Joined report: {folder / 'report.md'}")
-    for result in results:
-        for error in result.errors:
-            print(f"Did not run: {' '.join(result.overrides)}: {error}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Hydra's own messages take several lines and end in a hint about HYDRA_FULL_ERROR. Here its
 exceptions are let through and put into the project's words; jobs of a sweep write their status
-into their folder, since `hydra.main` drops return values.
+into their folder, since `hydra.main` drops return values and jobs may run in other processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,8 +33,11 @@ from backends.base import ConfigurationError
 from ruler_bench.config import config_dir, register_schemas
 from ruler_bench.config_packages import check_one_provider, config_names
 from ruler_bench.errors import UsageError, nearest, one_line, unknown_name
+from ruler_bench.launch_packages import GROUP as LAUNCHER
+from ruler_bench.launch_packages import PACKAGES
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+USAGE_ERROR, SAMPLE_ERRORS, INTERRUPTED = 2, 1, 130
+STATUS_ORDER = (USAGE_ERROR, INTERRUPTED, 3, 4, 5, 6, SAMPLE_ERRORS)
 STATUS_FILE = "status.json"
 GOES_ON = "Interrupted: the same command goes on."
 SWEPT_KEYS = "RULER_BENCH_SWEPT_KEYS"
@@ -56,7 +60,7 @@ class JobResult:
     Attributes:
         status: exit status.
         cells: the cells that ran.
-        errors: one line for each cell that could not start.
+        errors: one line for each cell that could not start, or why the job has no end.
         overrides: the job's settings, as typed.
     """
 
@@ -66,36 +70,59 @@ class JobResult:
     overrides: list[str] = field(default_factory=list)
 
 
+def worst(statuses: Iterable[int]) -> int:
+    """Return the status of several runs together: the first of STATUS_ORDER that occurs, else 0."""
+    found = set(statuses)
+    return next((status for status in STATUS_ORDER if status in found), 0)
+
+
 def run_app(config_name: str, job: Job) -> list[JobResult]:
-    """Compose the command line and run `job` once, or once a cell of a sweep.
+    """Compose the command line and run `job` once.
 
     Args:
         config_name: a file of configs/, without its suffix.
         job: gets the composed configuration; its own errors are printed and become status 2.
 
     Returns:
-        One result a job. Empty when Hydra only printed something (`--help`, `--cfg`).
+        Its result. Empty when Hydra only printed something (`--help`, `--cfg`).
 
     Raises:
         UsageError: the command line cannot be composed.
-        KeyboardInterrupt: the sweep was interrupted; results of finished jobs are in its folder.
     """
-    register_schemas()
-    # Let exceptions through instead of printing them Hydra's way.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     results: list[JobResult] = []
     in_job = False
 
     def task(config: DictConfig) -> None:
         nonlocal in_job
         in_job = True
-        result = _guarded(job, config)
+        results.append(_guarded(job, config))
         in_job = False
-        _write_status(result)
-        results.append(result)
-        if result.status == INTERRUPTED and _is_sweep():
-            raise KeyboardInterrupt
 
+    try:
+        compose_and_call(config_name, task)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        if in_job:  # an error of ours, whose traceback tells more than a line
+            raise
+        raise UsageError(f"the command line cannot be read: {one_line(error)}") from error
+    return results
+
+
+def compose_and_call(config_name: str, task: Callable[[DictConfig], None]) -> None:
+    """Compose the command line and have Hydra call `task`, once or for each job of a sweep.
+
+    Args:
+        config_name: a file of configs/, without its suffix.
+        task: gets the composed configuration. Under a launcher it travels to other processes.
+
+    Raises:
+        UsageError: the command line cannot be composed.
+        Exception: whatever the task or a launcher raises.
+    """
+    register_schemas()
+    # Let exceptions through instead of printing them Hydra's way.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     _check_values(sys.argv[1:])
     app = hydra.main(
         version_base="1.3", config_path=str(config_dir().absolute()), config_name=config_name
@@ -103,15 +130,8 @@ def run_app(config_name: str, job: Job) -> list[JobResult]:
     try:
         with _flags_for_people(config_name):
             app()
-    except UsageError:
-        raise
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_our_words(error, config_name) from error
-    except Exception as error:
-        if in_job:  # an error of ours, whose traceback tells more than a line
-            raise
-        raise UsageError(f"the command line cannot be read: {one_line(error)}") from error
-    return results
 
 
 @contextlib.contextmanager
@@ -136,7 +156,7 @@ def _flags_for_people(config_name: str) -> Iterator[None]:
 def _guarded(job: Job, config: DictConfig) -> JobResult:
     # An exception inside one job of a sweep must not take the other jobs with it.
     try:
-        with _terminable():
+        with terminable():
             return job(config)
     except ConfigurationError as error:
         return refused(error)
@@ -147,9 +167,20 @@ def _guarded(job: Job, config: DictConfig) -> JobResult:
         return JobResult(INTERRUPTED)
 
 
+def run_job_of_sweep(job: Job, config: DictConfig) -> JobResult:
+    """Run one job of a sweep and leave its result in its folder, whatever becomes of it."""
+    try:
+        result = _guarded(job, config)
+    except Exception as error:  # an error of ours must not take the other jobs with it
+        traceback.print_exc()
+        result = JobResult(SAMPLE_ERRORS, errors=[f"{type(error).__name__}: {one_line(error)}"])
+    write_status(result)
+    return result
+
+
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end a job as Ctrl-C does, with the partial table."""
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end what runs as Ctrl-C does, with the partial table."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -210,26 +241,39 @@ def swept_keys_override(arguments: list[str]) -> str:
 # --- the status of each job of a sweep ----------------------------------------------------------
 
 
-def _write_status(result: JobResult) -> None:
-    if not _is_sweep():
-        return
-    folder = Path(HydraConfig.get().runtime.output_dir)
+def job_folder() -> Path:
+    """Return the folder of the job that runs, within that of its sweep."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def write_status(result: JobResult) -> None:
+    """Leave the result of the job that runs in its folder, whole or not at all."""
+    folder = job_folder()
     folder.mkdir(parents=True, exist_ok=True)
     result.overrides = list(HydraConfig.get().overrides.task)
-    (folder / STATUS_FILE).write_text(json.dumps(asdict(result), indent=2) + "\n")
+    part = folder / f"{STATUS_FILE}.part"
+    part.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    part.replace(folder / STATUS_FILE)
 
 
-def read_statuses(sweep: Path) -> list[JobResult]:
-    """Return the results that the jobs of a sweep wrote, in the order of the jobs."""
-    found = list(sweep.glob(f"*/{STATUS_FILE}"))
-    results = []
-    for path in sorted(found, key=lambda one: int(one.parent.name)):
-        values = json.loads(path.read_text())
-        values["cells"] = [
-            CellRef(one["folder"], tuple(one["ordinals"])) for one in values["cells"]
-        ]
-        results.append(JobResult(**values))
-    return results
+def read_status(folder: Path) -> JobResult | None:
+    """Return what a job wrote into its folder; None where it did not come to that."""
+    try:
+        values = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    values["cells"] = [CellRef(one["folder"], tuple(one["ordinals"])) for one in values["cells"]]
+    return JobResult(**values)
+
+
+def read_statuses(sweep: Path) -> dict[int, JobResult]:
+    """Return the results that the jobs of a sweep wrote, by the number of the job."""
+    results = {}
+    for path in sweep.glob(f"*/{STATUS_FILE}"):
+        result = read_status(path.parent)
+        if path.parent.name.isdigit() and result is not None:
+            results[int(path.parent.name)] = result
+    return dict(sorted(results.items()))
 
 
 # --- the user's words ---------------------------------------------------------------------------
@@ -323,12 +367,15 @@ def _unknown_choice(error: MissingConfigException) -> UsageError:
     group, _, name = str(error.missing_cfg_file or "").rpartition("/")
     if error.options is None or not group:
         return UsageError(_first_line(error))
-    return unknown_name(group.split("@")[0], name, [str(one) for one in error.options])
+    options = {str(one) for one in error.options}
+    if group == LAUNCHER:  # also those whose packages are missing
+        options |= PACKAGES.keys()
+    return unknown_name(group.split("@")[0], name, options)
 
 
 def _bad_key(key: str, error: OmegaConfBaseException, config_name: str) -> UsageError:
     text = _first_line(error)
-    if "not in struct" in text or "not in 'RunConfig'" in text or "not in 'PrepareConfig'" in text:
+    if re.match(r"Key '.*' (is )?not in ", text):
         return _unknown_key(key, config_name)
     match = re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text)
     if match:
@@ -355,7 +402,7 @@ def _unknown_key(key: str, config_name: str) -> UsageError:
             f"unknown key {key}: choose the reference first, {REFERENCE_GROUP}=gpu_only for "
             "instance; its settings are then reference.KEY=VALUE."
         )
-    known = _known_keys(config_name)
+    known = _known_keys(config_name, with_hydra=key.startswith("hydra."))
     # A dotted key belongs to one group: listing that group's keys says more than listing all.
     prefix = key.rpartition(".")[0]
     siblings = [one for one in known if one.rpartition(".")[0] == prefix]
@@ -364,17 +411,17 @@ def _unknown_key(key: str, config_name: str) -> UsageError:
     return UsageError(f"unknown key {key}.{hint} Allowed: {', '.join(siblings or known)}.")
 
 
-def _known_keys(config_name: str) -> list[str]:
+def _known_keys(config_name: str, with_hydra: bool = False) -> list[str]:
     """Return every key of the configuration with the user's own choice of groups."""
     chosen = [
         argument.split(",")[0]
         for argument in sys.argv[1:]
-        if argument.partition("=")[0] in (*GROUPS, REFERENCE_GROUP)
+        if argument.partition("=")[0] in (*GROUPS, REFERENCE_GROUP, LAUNCHER)
     ]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
         try:
-            config = hydra.compose(config_name, overrides=chosen)
+            config = hydra.compose(config_name, chosen, return_hydra_config=with_hydra)
         except (HydraException, OmegaConfBaseException):
             config = hydra.compose(config_name)
     return sorted(_flat_keys(OmegaConf.to_container(config)))

@@ -1,0 +1,208 @@
+"""Sweeps with real joblib processes, held against the same sweep without a launcher."""
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ruler_bench.cli import JobResult
+from ruler_bench.sweep import planned_jobs, with_missing
+
+ORACLE = ("backend=oracle", "device=cpu", "num_samples=2")
+CELLS = ("length=64,1024,2048", *ORACLE)
+GPUS = ("-m", "hydra/launcher=gpus", "hydra.launcher.n_jobs=2")
+TIMES = ("seconds", "time")
+
+
+@pytest.fixture(scope="module")
+def joblib():
+    """Skip without Hydra's launcher for joblib, and end its processes afterwards."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs the extra joblib")
+    yield
+    from joblib.externals.loky import get_reusable_executor
+
+    get_reusable_executor().shutdown(wait=True)
+
+
+def records(root):
+    """Return the records of every cell by folder, without times."""
+    return {
+        path.parent.name: [
+            {key: value for key, value in json.loads(line).items() if not key.endswith(TIMES)}
+            for line in path.read_text().splitlines()
+        ]
+        for path in root.glob("results/niah*/records.jsonl")
+    }
+
+
+def joined(root):
+    """Return the table of the last sweep, without times."""
+    path = max(root.glob("results/.sweeps/*/summary.csv"))
+    with path.open() as file:
+        return [
+            {key: value for key, value in row.items() if not any(one in key for one in TIMES)}
+            for row in csv.DictReader(file)
+        ]
+
+
+@pytest.fixture(scope="module")
+def both(joblib, tmp_path_factory):
+    """The same three jobs without a launcher and under joblib; one does not fit its length."""
+    roots = {}
+    for name, launcher in (("basic", ("-m",)), ("joblib", GPUS)):
+        roots[name] = tmp_path_factory.mktemp(name)
+        command = [sys.executable, "-m", "ruler_bench", *launcher, *CELLS]
+        roots[f"{name} printed"] = subprocess.run(
+            command, cwd=roots[name], capture_output=True, text=True, check=False
+        )
+    return roots
+
+
+def test_records_and_table_are_those_of_a_sweep_without_a_launcher(both):
+    found = records(both["joblib"])
+    assert found == records(both["basic"])
+    assert len(found) == 2
+    assert all(len(one) == 2 for one in found.values())
+    assert joined(both["joblib"]) == joined(both["basic"])
+
+
+@pytest.mark.parametrize("name", ["basic", "joblib"])
+def test_failed_jobs_stop_no_others_and_are_in_the_joined_report(both, name):
+    printed = both[f"{name} printed"]
+    assert printed.returncode == 2
+    assert "Traceback" not in printed.stdout + printed.stderr
+    (report,) = both[name].glob("results/.sweeps/*/report.md")
+    failed, _, results = report.read_text().partition("## Results")
+    assert failed.count("is too small for") == 1
+    assert "length=64 backend=oracle" in failed
+    assert results.count("niah_single_1") >= 2
+    assert "is too small for" in report.with_name("report.html").read_text()
+
+
+def test_manifests_name_the_command_of_the_sweep(both):
+    for path in both["joblib"].glob("results/niah*/manifest.json"):
+        command = json.loads(path.read_text())["command"]
+        assert command[:4] == ["python", "-m", "ruler_bench", "-m"]
+        assert CELLS[0] in command
+
+
+def test_the_same_command_asks_only_for_what_is_missing(both):
+    root = both["joblib"]
+    folders = list(root.glob("results/niah*"))
+    before = [(one / "records.jsonl").stat().st_mtime_ns for one in folders]
+    command = [sys.executable, "-m", "ruler_bench", *GPUS, *CELLS]
+    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert finished.returncode == 2, finished.stderr
+    assert [(one / "records.jsonl").stat().st_mtime_ns for one in folders] == before
+    for one in folders:
+        assert len(json.loads((one / "manifest.json").read_text())["lives"]) == 1
+
+
+ENGINE = """
+import os, time
+from backends.oracle import Oracle
+
+class Seeing(Oracle):
+    def generate(self, request):
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+        with open("seen", "a") as file:
+            print(gpu, "takes", file=file, flush=True)
+            time.sleep(0.3)
+            print(gpu, "gives", file=file, flush=True)
+        return super().generate(request)
+"""
+
+
+def test_each_job_sees_one_gpu_and_shares_it_with_none(joblib, cli, workdir, monkeypatch):
+    """Four jobs, three at a time, two made-up GPUs; two prepare the same data at once."""
+    (workdir / "seeing.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(workdir)
+    monkeypatch.setenv("RULER_BENCH_CACHE", str(workdir / "cache"))
+    for module in ("launch", "launch_gpus"):
+        monkeypatch.setattr(f"ruler_bench.{module}.visible_gpus", lambda: ("GPU-a", "GPU-b"))
+    finished = cli(
+        *("-m", "hydra/launcher=gpus", "hydra.launcher.n_jobs=3"),
+        *("backend=custom", "backend._target_=seeing.Seeing", "length=1024", "num_samples=1"),
+        *("seed=7", "threads=1,2,3,4", "fresh=inprocess"),
+    )
+    assert finished.status == 0, finished.err
+    held, seen = set(), []
+    for line in (workdir / "seen").read_text().splitlines():
+        gpu, verb = line.split()
+        assert (gpu in held) == (verb == "gives")
+        (held.add if verb == "takes" else held.remove)(gpu)
+        seen.append(gpu)
+    assert set(seen) == {"GPU-a", "GPU-b"}
+    assert len(seen) == 8
+    assert len({str(one) for one in records(workdir).values()}) == 1
+    logs = "".join(path.read_text() for path in workdir.glob("results/.sweeps/*/*/output.log"))
+    assert "damaged" not in logs
+
+
+def left_of(mark):
+    """Return the processes that have this in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def wait_for(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(joblib, workdir):
+    command = [sys.executable, "-m", "ruler_bench", *GPUS, "seed=1,2", *ORACLE]
+    command += ["length=1024", "backend.delay_seconds=2"]
+    mark = f"RULER_BENCH_TEST_SESSION={workdir}"
+    environment = os.environ | dict([mark.split("=", 1)])
+    sweep = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    folders = workdir / "results"
+    wait_for(lambda: any(path.stat().st_size for path in folders.glob("niah*/records.jsonl")))
+    os.killpg(sweep.pid, signal.SIGINT)
+    out, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert "interrupted; the same command goes on" in out
+    wait_for(lambda: not left_of(mark))
+    kept = sum(len(one) for one in records(workdir).values())
+    assert 1 <= kept < 4
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert [len(one) for one in records(workdir).values()] == [2, 2]
+    assert all(row["engines"] in ("1", "2") for row in joined(workdir))
+
+
+def test_jobs_are_planned_in_hydras_order():
+    line = ["-m", "seed=1,2", "hydra/launcher=gpus", "task=a,b", "length=[1,2]", "--cfg", "+x=3"]
+    assert planned_jobs(line) == [
+        [f"seed={seed}", f"task={task}", "length=[1,2]", "+x=3"] for seed in (1, 2) for task in "ab"
+    ]
+
+
+def test_a_job_without_a_result_is_an_error():
+    found = with_missing(
+        {1: JobResult(3)}, [["seed=1"], ["seed=2"], ["seed=3"]], {2: "lost"}, "gone"
+    )
+    assert [one.status for one in found] == [1, 3, 1]
+    assert [one.errors for one in found] == [["gone"], [], ["lost"]]
+    assert found[0].overrides == ["seed=1"]
