@@ -18,6 +18,7 @@ FRESH_ENGINES = ("process", "inprocess")
 FRESH_STARTS = ("forkserver", "spawn")
 FRESH_ON = ("all", "suspects")
 STOP_ON = ("leak",)
+PROGRESS = ("auto", "bar", "lines", "json", "none")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Cell:
         max_unstable: share of the samples that may be unstable before the exit status says so.
         minimise: look for the shortest sequence of requests that shows a leak or a race.
         note: what is said with the table.
+        progress: how it is told how the run goes: one of PROGRESS.
         is_diagnosis: whether the hypotheses of `ruler_bench.leak.diagnose` are answered. Arms that
             the backend refuses are then left out.
     """
@@ -125,6 +127,7 @@ class Cell:
     max_unstable: float = 0.0
     minimise: bool = False
     note: str | None = None
+    progress: str = "auto"
     is_diagnosis: bool = False
     qa_data: str | None = None
     data: str | None = None

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ruler_bench.arm_checks import NEEDS_ARMS, can_minimise, check_arms, check_fresh, check_given
-from ruler_bench.cell import STOP_ON, Cell, Fresh, NamedBackend
+from ruler_bench.cell import PROGRESS, STOP_ON, Cell, Fresh, NamedBackend
 from ruler_bench.config_packages import register_config_packages
 from ruler_bench.errors import UsageError, unknown_name
 from ruler_bench.leak.arms import REFERENCES
@@ -81,6 +81,7 @@ class RunConfig(DataConfig):
     max_unstable: float = 0.0
     minimise: bool = False
     note: str | None = None
+    progress: str = "auto"
     out: str | None = None
     overwrite: bool = False
     dry_run: bool = False
@@ -251,6 +252,8 @@ def cells(
         )
     if config.stop_on is not None and config.stop_on not in STOP_ON:
         raise unknown_name("stop_on", config.stop_on, STOP_ON)
+    if config.progress not in PROGRESS:
+        raise unknown_name("progress", config.progress, PROGRESS)
     folder = result_folder(config, choices, overrides, lengths, swept)
     is_diagnosis = choices.get("experiment") == "diagnose"
     chooses_arms = not is_diagnosis or "arms" in given
@@ -296,6 +299,7 @@ def cells(
             max_unstable=config.max_unstable,
             minimise=config.minimise,
             note=config.note,
+            progress=config.progress,
             is_diagnosis=is_diagnosis,
         )
         for length in lengths

@@ -34,6 +34,11 @@ from ruler_bench.streams import Step, Stream
 
 
 @dataclass(frozen=True)
+class Starting:
+    """An engine is about to be built."""
+
+
+@dataclass(frozen=True)
 class Started:
     """An engine was built, or could not be."""
 
@@ -51,7 +56,7 @@ class Answered:
     reply: Reply
 
 
-Event = Started | Answered
+Event = Starting | Started | Answered
 
 
 def events(bench: Bench, stream: Stream, pending: Sequence[Step]) -> Iterator[Event]:
@@ -103,6 +108,7 @@ def one_life(
         may_fail: whether an engine that cannot be built is an error of its first request, as it
             is where others like it were built.
     """
+    yield Starting()
     started = time.perf_counter()
     try:
         life = start_life(bench, stream)

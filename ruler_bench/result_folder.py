@@ -36,6 +36,7 @@ KEYS_WITHOUT_RESULTS = frozenset(
         "minimise",
         "timeout_seconds",
         "note",
+        "progress",
     }
 )
 """Keys that may differ where a folder goes on: more samples, more arms, how they are run."""

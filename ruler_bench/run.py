@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from ruler_bench import manifest
 from ruler_bench.asking import record_of
 from ruler_bench.bench import Bench, check_cell, prepared
 from ruler_bench.cell import Cell
-from ruler_bench.engines import Started, events
+from ruler_bench.engines import Started, Starting, events
 from ruler_bench.errors import one_line
 from ruler_bench.journal import by_arm
 from ruler_bench.kept import BuildLife
@@ -27,7 +27,7 @@ from ruler_bench.leak.arms import (
 )
 from ruler_bench.lives import Life
 from ruler_bench.outputs import REFUSED, diagnosis_of, verdict_of, write_outputs
-from ruler_bench.progress import Progress
+from ruler_bench.progress import Progress, RunProgress, shown
 from ruler_bench.records import Record, RecordingError
 from ruler_bench.report import Run
 from ruler_bench.streams import Left, Step, Stream
@@ -59,6 +59,7 @@ def run_cell(
     overwrite: bool = False,
     keep: BuildLife | None = None,
     settled: Collection[str] = (),
+    progress: Progress | None = None,
 ) -> Outcome:
     """Run a cell's samples, or those still missing, and write its reports.
 
@@ -68,15 +69,34 @@ def run_cell(
         keep: lends the engine of an arm that has one for all samples, for callers that keep it
             from cell to cell; None builds one for the cell.
         settled: arms of which nothing is asked; what is recorded of them counts.
+        progress: of the command that the cell belongs to; None shows this cell's alone.
 
     Raises:
         UsageError, ConfigurationError: a setting is wrong; nothing was run.
     """
+    with ExitStack() as stack:
+        if progress is None:
+            progress = stack.enter_context(shown(cell.progress))
+        asked = tuple(arm for arm in cell.arms if arm not in settled)
+        run = stack.enter_context(progress.run(cell, asked))
+        outcome = _run_cell(cell, overwrite, keep, settled, run)
+        run.status = outcome.status
+        return outcome
+
+
+def _run_cell(
+    cell: Cell,
+    overwrite: bool,
+    keep: BuildLife | None,
+    settled: Collection[str],
+    progress: RunProgress,
+) -> Outcome:
     model = check_cell(cell)
     with manifest.locked_folder(cell.folder) as folder:
         bench = prepared(cell, model, overwrite, keep)
         journal = bench.journal
-        status, ran = run_streams(bench, settled)
+        status, ran = run_streams(bench, settled, progress)
+        progress.reports()
         run = journal.close(ran, cell.ordinals)
         runs = by_arm(run)
         verdict, diagnosis = verdict_of(bench, run), diagnosis_of(bench, run)
@@ -90,13 +110,22 @@ def run_cell(
     return Outcome(status, runs, verdict, diagnosis)
 
 
-def run_streams(bench: Bench, settled: Collection[str] = ()) -> tuple[int, list[Stream]]:
+def run_streams(
+    bench: Bench, settled: Collection[str], progress: RunProgress
+) -> tuple[int, list[Stream]]:
     """Run every stream of the cell; records are on disk.
 
     Returns:
         The exit status so far, and the streams as they were run or were to be run.
     """
     ran: list[Stream] = []
+    progress.counted(
+        {
+            one.arm: (len(one.steps), len(one.steps) - len(one.left(bench.journal.records).pending))
+            for one in bench.streams
+            if one.arm not in settled
+        }
+    )
     try:
         for stream in bench.streams:
             chosen = narrowed(bench, stream)
@@ -104,7 +133,7 @@ def run_streams(bench: Bench, settled: Collection[str] = ()) -> tuple[int, list[
             if stream.arm in settled:
                 continue
             try:
-                run_stream(bench, chosen)
+                run_stream(bench, chosen, progress)
             except ConfigurationError as error:
                 if not (bench.cell.is_diagnosis and variant_of(stream.arm)):
                     raise
@@ -158,7 +187,7 @@ class Stopped(Exception):  # noqa: N818 (what happened; nothing is wrong with th
     """Two arms contradict each other, and the user asked to stop at that."""
 
 
-def run_stream(bench: Bench, stream: Stream) -> None:
+def run_stream(bench: Bench, stream: Stream, progress: RunProgress) -> None:
     """Ask every request of the stream that has no record yet.
 
     Raises:
@@ -181,13 +210,12 @@ def run_stream(bench: Bench, stream: Stream) -> None:
     for record in done:
         check_contradictions(bench, record)
     if not pending:
+        progress.without(stream.arm, len(stream.steps))
         return
     asked_again = {one.step for one in pending}
     kept = [one for one in done if one.step in own - asked_again]
-    with (
-        Progress(title, total=len(stream.steps), done=kept) as progress,
-        closing(records_of(bench, stream, pending)) as records,
-    ):
+    progress.arm(stream.arm, len(stream.steps), kept)
+    with closing(records_of(bench, stream, pending, progress)) as records:
         for record in records:
             journal.append(record)
             progress.add(record)
@@ -230,13 +258,16 @@ def check_contradictions(bench: Bench, record: Record) -> None:
 
 
 def records_of(
-    bench: Bench, stream: Stream, pending: Sequence[Step]
+    bench: Bench, stream: Stream, pending: Sequence[Step], progress: RunProgress
 ) -> Generator[Record, None, None]:
     """Ask the pending requests; the next of an engine only when the record was taken."""
     arm = arm_of(bench, stream)
     number, earlier = 0, None
     for event in events(bench, stream, pending):
-        if isinstance(event, Started):
+        if isinstance(event, Starting):
+            progress.engine_starts()
+        elif isinstance(event, Started):
+            progress.engine_started(event.seconds)
             earlier = None if event.life is None else event.life.earlier_requests
             settings = None if event.life is None else event.life.settings
             is_first = number == 0

@@ -25,6 +25,8 @@ from ruler_bench.errors import UsageError, one_line
 from ruler_bench.kept import Kept
 from ruler_bench.leak.arms import in_running_order, kind_of
 from ruler_bench.lives import Life
+from ruler_bench.progress import Progress, shown
+from ruler_bench.progress.job import current_job
 from ruler_bench.report import Run, write_page, write_reports
 from ruler_bench.run import INTERRUPTED, Outcome, run_cell
 from ruler_bench.suites import PER_SUITE, Suite
@@ -45,10 +47,18 @@ def run_cells(cells: Sequence[Cell], overwrite: bool = False) -> Iterator[Ran]:
     Raises:
         UsageError: a task of a suite cannot run; nothing was started, and each reason was printed.
     """
+    runs = len(cells)
+    if cells[0].suite is not None and cells[0].suite.engine_per == PER_SUITE:
+        runs *= len(passes(cells[0].arms))
+    with shown(cells[0].progress, runs, current_job()) as progress:
+        yield from _run_cells(cells, overwrite, progress)
+
+
+def _run_cells(cells: Sequence[Cell], overwrite: bool, progress: Progress) -> Iterator[Ran]:
     suite = cells[0].suite
     if suite is None:
         for cell in cells:
-            yield cell, _outcome(cell, overwrite)
+            yield cell, _outcome(cell, overwrite, progress)
         return
     check_suite_folder(suite.folder)
     contexts = check_all(cells, overwrite)
@@ -57,22 +67,22 @@ def run_cells(cells: Sequence[Cell], overwrite: bool = False) -> Iterator[Ran]:
         write_suite_file(suite, cells)
         for length, of_length in groupby(cells, key=lambda cell: cell.length):
             if suite.engine_per == PER_SUITE:
-                yield from _on_one_engine(list(of_length), overwrite, contexts[length])
+                yield from _on_one_engine(list(of_length), overwrite, contexts[length], progress)
             else:
-                yield from _one_by_one(of_length, overwrite)
+                yield from _one_by_one(of_length, overwrite, progress)
 
 
-def _outcome(cell: Cell, overwrite: bool) -> Outcome | ConfigurationError:
+def _outcome(cell: Cell, overwrite: bool, progress: Progress) -> Outcome | ConfigurationError:
     try:
-        return run_cell(cell, overwrite)
+        return run_cell(cell, overwrite, progress=progress)
     except ConfigurationError as error:
         return error
 
 
-def _one_by_one(cells: Iterator[Cell], overwrite: bool) -> Iterator[Ran]:
+def _one_by_one(cells: Iterator[Cell], overwrite: bool, progress: Progress) -> Iterator[Ran]:
     """Run the tasks of one length; where the first engine cannot start, no other will."""
     for number, cell in enumerate(cells):
-        outcome = _outcome(cell, overwrite)
+        outcome = _outcome(cell, overwrite, progress)
         yield cell, outcome
         if isinstance(outcome, ConfigurationError) and number == 0:
             return
@@ -188,13 +198,16 @@ def passes(arms: Sequence[str]) -> list[tuple[str, ...]]:
     return [*warm, fresh] if fresh else warm
 
 
-def _on_one_engine(cells: Sequence[Cell], overwrite: bool, context_tokens: int) -> Iterator[Ran]:
+def _on_one_engine(
+    cells: Sequence[Cell], overwrite: bool, context_tokens: int, progress: Progress
+) -> Iterator[Ran]:
     """Run all tasks of one length, arm by arm, and yield the outcomes of the last pass."""
     last: list[Ran] = []
     settled: tuple[str, ...] = ()
     for arms in passes(cells[0].arms):
         last = []
-        for cell, outcome in _pass(cells, settled, arms, overwrite and not settled, context_tokens):
+        anew = overwrite and not settled
+        for cell, outcome in _pass(cells, (settled, arms), anew, context_tokens, progress):
             last.append((cell, outcome))
             # After a task that was not asked, others would not meet the engine that they should.
             if not isinstance(outcome, Outcome) or outcome.status == INTERRUPTED:
@@ -206,12 +219,16 @@ def _on_one_engine(cells: Sequence[Cell], overwrite: bool, context_tokens: int) 
 
 def _pass(
     cells: Sequence[Cell],
-    settled: tuple[str, ...],
-    arms: tuple[str, ...],
+    arms_of_pass: tuple[tuple[str, ...], tuple[str, ...]],
     overwrite: bool,
     context_tokens: int,
+    progress: Progress,
 ) -> Iterator[Ran]:
-    """Ask the engine of one arm every task, or new engines those of the last arms."""
+    """Ask the engine of one arm every task, or new engines those of the last arms.
+
+    Arms are those that earlier passes asked, and those of this one.
+    """
+    settled, arms = arms_of_pass
     shared = {"max_model_len": context_tokens, "run_folder": str(cells[0].folder.parent)}
     with closing(Kept(functools.partial(new_life, cells[0]))) as kept:
 
@@ -221,6 +238,6 @@ def _pass(
         for cell in cells:
             so_far = replace(cell, arms=(*settled, *arms))
             try:
-                yield cell, run_cell(so_far, overwrite, lend, settled)
+                yield cell, run_cell(so_far, overwrite, lend, settled, progress)
             except ConfigurationError as error:
                 yield cell, error
