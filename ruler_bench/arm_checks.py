@@ -65,6 +65,11 @@ def check_given(
     Raises:
         UsageError: names the key and the arms that would use it.
     """
+    if {"num_samples", "indices"} <= {*given}:
+        raise UsageError(
+            "num_samples: indices names the samples to ask, so that it would do nothing; leave one "
+            "of the two out."
+        )
     named = f"arms={shown(list(arms))}"
     needs_fresh = {"fresh.on", "fresh.audit"} | ({"workers"} if workers > 1 else set())
     if not any(kind_of(arm).is_fresh for arm in arms):

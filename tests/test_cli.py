@@ -43,6 +43,7 @@ BAD_LINES = {
     "indices=[-1]": "-1 is out of range",
     "indices=[0-4,3]": "names ordinal 3 twice",
     "indices=7": "must be a list of ordinals and ranges",
+    "indices=[0,1]": "num_samples: indices names the samples to ask, so that it would do nothing",
     "--lenght=3": "--lenght=3: there is no such option; settings are key=value, without dashes. "
     "Did you mean length=3?",
     "--dry-run": "Did you mean dry_run=VALUE?",

@@ -509,7 +509,7 @@ def test_a_secret_is_not_kept_and_asked_for(leaky, minimise, workdir):
 
 
 def test_each_engine_has_a_process_of_its_own(leaky, minimise, workdir):
-    leaky("fresh=process", "indices=[0-3]", name="LeakyModule")
+    leaky("fresh=process", "num_samples=4", name="LeakyModule")
     in_one = minimise("run", "--ordinal", "3", fresh="inprocess")
     assert in_one.status == 5, in_one.out
     assert "outlives an engine" in in_one.out
