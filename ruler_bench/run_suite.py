@@ -61,7 +61,7 @@ def _run_cells(cells: Sequence[Cell], overwrite: bool, progress: Progress) -> It
             yield cell, _outcome(cell, overwrite, progress)
         return
     check_suite_folder(suite.folder)
-    contexts = check_all(cells, overwrite)
+    contexts = check_all(cells, overwrite, progress)
     cells = [replace(cell, good_length_tokens=None) for cell in cells]  # it was said
     with manifest.owned_folder(suite.folder):
         write_suite_file(suite, cells)
@@ -88,7 +88,7 @@ def _one_by_one(cells: Iterator[Cell], overwrite: bool, progress: Progress) -> I
             return
 
 
-def check_all(cells: Sequence[Cell], overwrite: bool) -> dict[int, int]:
+def check_all(cells: Sequence[Cell], overwrite: bool, progress: Progress) -> dict[int, int]:
     """Make the samples of every task, and check all that shows without an engine.
 
     Returns:
@@ -105,7 +105,8 @@ def check_all(cells: Sequence[Cell], overwrite: bool) -> dict[int, int]:
             model = check_cell(replace(cell, good_length_tokens=good))
             manifest.check_folder(cell.folder)
             # The samples are not kept: those of all tasks may not fit the memory.
-            tokens = prepared(cell, model, overwrite, only_look=True).context_tokens
+            with progress.making_samples(cell):
+                tokens = prepared(cell, model, overwrite, only_look=True).context_tokens
             contexts[cell.length] = max(tokens, contexts.get(cell.length, 0))
         except ConfigurationError as error:
             refused.append((cell, one_line(error)))

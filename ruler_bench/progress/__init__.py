@@ -148,6 +148,18 @@ class Progress:
             if self._done == self._runs:
                 self._tell_sweep()
 
+    @contextmanager
+    def making_samples(self, cell: Cell) -> Iterator[None]:
+        """Show that the samples of a cell are made ahead of its run."""
+        state = RunState(cell, cell.arms)
+        with self.display(state) as display:
+            display.run_starts(state)
+        try:
+            yield
+        finally:
+            with self.display(state, is_over=True) as display:
+                display.samples_made(state)
+
     def _tell_sweep(self) -> None:
         """Tell how many jobs of the sweep are done; without one, how many of several runs."""
         with self.display() as display:

@@ -79,6 +79,10 @@ class Bars(Display):
         self._run = _Bar(self.stream, None, time.time())
         self._draw(run)
 
+    def samples_made(self, run: RunState) -> None:
+        """Take the bars away."""
+        self.close()
+
     def run_counted(self, run: RunState) -> None:
         """Give the bar its length."""
         self._draw(run)
@@ -92,8 +96,9 @@ class Bars(Display):
         self._draw(run)
 
     def answered(self, run: RunState, record: Record) -> None:
-        """Move the bar, where it was not moved just now."""
-        if time.monotonic() - self._drawn >= LEAST_SECONDS or run.done == run.total:
+        """Move the bar, where it was not moved just now or the arm is at its end."""
+        is_last = run.tally.done == run.tally.total
+        if is_last or time.monotonic() - self._drawn >= LEAST_SECONDS:
             self._draw(run)
 
     def tick(self, run: RunState) -> None:

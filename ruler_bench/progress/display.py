@@ -39,6 +39,9 @@ class Display:
     def run_starts(self, run: RunState) -> None:
         """Show that a run begins, before its samples are there."""
 
+    def samples_made(self, run: RunState) -> None:
+        """Show that samples were made ahead of a run; `run_starts` came before."""
+
     def run_counted(self, run: RunState) -> None:
         """Show how much there is to ask, and what is recorded already."""
 

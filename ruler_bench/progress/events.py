@@ -44,6 +44,10 @@ class Events(Display):
         """Name the run."""
         self._run = str(run.cell.folder)
 
+    def samples_made(self, run: RunState) -> None:
+        """Name the run no longer."""
+        self._run = None
+
     def run_counted(self, run: RunState) -> None:
         """Write what the run is and how much there is to ask."""
         self._emit(

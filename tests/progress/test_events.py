@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs" / "progress.md"
-ORACLE = ("task=niah_single_1", "backend=oracle", "device=cpu", "length=1024", "progress=json")
+ORACLE = ("backend=oracle", "device=cpu", "length=1024", "progress=json")
 HEAD = {"version", "event", "time", "run"}
 
 
@@ -105,6 +105,21 @@ def test_a_command_of_several_cells_says_how_many_are_done(follow, documented):
     found = [(one["done"], one["total"], one["unit"]) for one in of(events, "sweep")]
     assert found == [(0, 2, "cell"), (1, 2, "cell"), (2, 2, "cell")]
     assert all(set(one) == documented["sweep"] for one in of(events, "sweep"))
+
+
+def test_samples_that_a_suite_makes_ahead_are_no_run(follow):
+    tasks = ("suite=niah", "suite.tasks=[niah_single_1,niah_multikey_1]")
+    events, finished = follow(*tasks, "num_samples=1", "out=here")
+    assert finished.status == 0
+    assert [one["event"] for one in events if one["event"] in ("sweep", "start", "end")] == [
+        *["sweep", "start", "end"] * 2,
+        "sweep",
+    ]
+    assert [one["run"] for one in of(events, "start")] == [
+        "here/niah_single_1",
+        "here/niah_multikey_1",
+    ]
+    assert {one["run"] for one in of(events, "sweep")} == {None}
 
 
 def test_a_run_that_is_refused_says_why(follow):
