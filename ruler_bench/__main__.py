@@ -28,7 +28,9 @@ from ruler_bench.cli import (
     print_error,
     refused,
     run_app,
+    unfinished,
     worst,
+    write_status,
 )
 from ruler_bench.config import cells
 from ruler_bench.launch_packages import check_launcher
@@ -60,6 +62,8 @@ def job(config: DictConfig) -> JobResult:
     planned = cells(config, choices, overrides, swept)
     if config.dry_run:
         return describe(planned, config.overwrite)
+    if swept is not None:
+        write_status(unfinished((str(one.folder), one.ordinals) for one in planned))
     result, runs = JobResult(0), []
     is_judged = False
     for cell, outcome in run_cells(planned, config.overwrite):

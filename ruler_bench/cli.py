@@ -256,6 +256,15 @@ def write_status(result: JobResult) -> None:
     part.replace(folder / STATUS_FILE)
 
 
+def unfinished(cells: Iterable[tuple[str, tuple[int, ...]]]) -> JobResult:
+    """Return the result that a job leaves when it starts, for the case that it is killed.
+
+    Args:
+        cells: folder and ordinals of each; what is recorded there by then is shown.
+    """
+    return JobResult(INTERRUPTED, [CellRef(*one) for one in cells])
+
+
 def read_status(folder: Path) -> JobResult | None:
     """Return what a job wrote into its folder; None where it did not come to that."""
     try:
@@ -403,6 +412,8 @@ def _unknown_key(key: str, config_name: str) -> UsageError:
             "instance; its settings are then reference.KEY=VALUE."
         )
     known = _known_keys(config_name, with_hydra=key.startswith("hydra."))
+    if key.startswith("hydra.launcher."):
+        known = [one for one in known if one.startswith("hydra.launcher.")]
     # A dotted key belongs to one group: listing that group's keys says more than listing all.
     prefix = key.rpartition(".")[0]
     siblings = [one for one in known if one.rpartition(".")[0] == prefix]

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ from ruler_bench.launch_gpus import VISIBLE, one_of, visible_gpus
 BASIC = "BasicLauncher"
 LOCAL_LAUNCHERS = ("JoblibLauncher", "LocalLauncher")
 """Classes of those that share out the machine that the sweep was started on."""
+LIMITS = frozenset(
+    f"{one}_NUM_THREADS" for one in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMBA", "NUMEXPR")
+)
 OUTPUT = "output.log"
 GPU_LOCKS = ".gpus"
 LOOK_AGAIN_SECONDS = 1.0
@@ -58,14 +61,17 @@ class SweepTask:
     Attributes:
         arguments: the command line, which manifests name.
         gpus: of the machine that the sweep was started on.
+        limits: of threads, as the environment has them there.
     """
 
     arguments: tuple[str, ...]
     gpus: tuple[str, ...] = ()
+    limits: Mapping[str, str] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[type[SweepTask], tuple[Any, ...]]:
-        """Look for GPUs on the way to another process: launchers may hide them there."""
-        return SweepTask, (self.arguments, self.gpus or visible_gpus())
+        """Look around on the way to another process: launchers change the environment there."""
+        limits = self.limits or {key: os.environ[key] for key in LIMITS & os.environ.keys()}
+        return SweepTask, (self.arguments, self.gpus or visible_gpus(), limits)
 
     def __call__(self, config: DictConfig) -> None:
         """Run one job and leave its status in its folder.
@@ -82,9 +88,13 @@ class SweepTask:
     @contextlib.contextmanager
     def _environment(self, config: DictConfig) -> Iterator[dict[str, str]]:
         """Own a GPU where this machine's are shared out and the job takes any."""
-        environment = dict(os.environ)
-        takes_any = config.device in ("auto", "cuda")
-        if launcher_class() not in LOCAL_LAUNCHERS or not self.gpus or not takes_any:
+        if launcher_class() not in LOCAL_LAUNCHERS:
+            yield dict(os.environ)
+            return
+        # joblib parts the cores among jobs; `threads` decides here, as without it.
+        environment = {key: value for key, value in os.environ.items() if key not in LIMITS}
+        environment |= self.limits
+        if not self.gpus or config.device not in ("auto", "cuda"):
             yield environment
             return
         with one_of(self.gpus, job_folder().parent / GPU_LOCKS) as gpu:
@@ -131,10 +141,11 @@ def run_apart(arguments: Sequence[str], config: DictConfig, environment: Mapping
             env=environment,
             start_new_session=True,  # Ctrl-C is passed on by this process, once
         )
-    problem = None
+    problem, died = None, False
     try:
         _hand_over(process, handed)
         problem = _problem(_wait(process), log)
+        died = problem is not None
     except Exception as error:  # such as submitit's, when the time is up
         problem = f"stopped by its launcher: {one_line(error)} The same command goes on."
     finally:
@@ -142,6 +153,8 @@ def run_apart(arguments: Sequence[str], config: DictConfig, environment: Mapping
     result = read_status(folder)
     if result is None or problem is not None:
         result = result or JobResult(SAMPLE_ERRORS)
+        if died:
+            result.status = SAMPLE_ERRORS
         result.errors.append(problem or f"it ended without a result; see {_from_here(log)}")
         write_status(result)
     _say(f"status {result.status}" + "".join(f"; {one}" for one in result.errors))

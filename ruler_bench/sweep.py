@@ -149,9 +149,12 @@ def waiting_for_all(lost: dict[int, str]) -> Iterator[None]:
         number = next(numbers)  # the launcher asks in order
         try:
             return list(results(job))
-        except (utils.FailedJobError, utils.UncompletedJobError) as error:
-            lost[number] = f"{str(error).strip().splitlines()[0]} The same command goes on."
-            return [JobReturn(status=JobStatus.COMPLETED)]
+        except utils.FailedJobError as error:
+            lost[number] = f"its launcher failed: {str(error).strip().splitlines()[-1]}"
+        except utils.UncompletedJobError:
+            what = f"the launcher's job {job.job_id} left no result (state {job.state})"
+            lost[number] = f"{what}; the same command goes on"
+        return [JobReturn(status=JobStatus.COMPLETED)]
 
     core.Job.results = results_if_any
     try:

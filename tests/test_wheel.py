@@ -49,3 +49,11 @@ def test_the_wheel_runs_the_main_job(installed: Path, tmp_path: Path) -> None:
     assert "niah_single_1" in out
     folder = tmp_path / "results" / "niah_single_1_offload_probe_1024"
     assert (folder / "records.jsonl").read_text().count('"correct": true') == 2
+
+
+def test_the_wheel_has_the_launchers(installed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs the extra joblib")
+    asked = ("hydra/launcher=gpus", "--cfg", "hydra", "--package", "hydra.launcher")
+    out = call(installed, tmp_path, "-m", "ruler_bench", *asked)
+    assert "JoblibLauncher" in out
+    assert "n_jobs: ${one_job_per_gpu:}" in out
