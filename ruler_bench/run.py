@@ -76,7 +76,7 @@ def run_cell(
     """
     with ExitStack() as stack:
         if progress is None:
-            progress = stack.enter_context(shown(cell.progress))
+            progress = stack.enter_context(shown(cell))
         asked = tuple(arm for arm in cell.arms if arm not in settled)
         run = stack.enter_context(progress.run(cell, asked))
         outcome = _run_cell(cell, overwrite, keep, settled, run)

@@ -50,7 +50,7 @@ def run_cells(cells: Sequence[Cell], overwrite: bool = False) -> Iterator[Ran]:
     runs = len(cells)
     if cells[0].suite is not None and cells[0].suite.engine_per == PER_SUITE:
         runs *= len(passes(cells[0].arms))
-    with shown(cells[0].progress, runs, current_job()) as progress:
+    with shown(cells[0], runs, current_job()) as progress:
         yield from _run_cells(cells, overwrite, progress)
 
 

@@ -183,14 +183,17 @@ class Progress:
 
 
 @contextmanager
-def shown(mode: str, runs: int = 1, job: Job | None = None) -> Iterator[Progress]:
+def shown(cell: Cell, runs: int = 1, job: Job | None = None) -> Iterator[Progress]:
     """Show the runs of one command on standard error.
 
     Args:
-        mode: auto, bar, lines, json or none.
+        cell: the first of them.
         runs: how many there are.
         job: which job of a sweep the command is.
     """
+    mode = cell.progress
+    if mode == "auto" and cell.fresh.engine == "inprocess":
+        mode = "lines"  # a bar would be drawn over the prompt of a debugger
     display = display_for(mode, sys.stderr, is_alone=job is None or job.is_alone)
     progress = Progress(display, runs, job)
     is_over = threading.Event()

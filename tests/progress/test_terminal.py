@@ -94,3 +94,14 @@ def test_a_wrong_value_names_the_nearest(cli):
     assert finished.status == 2
     said = "unknown progress 'jsonl'. Did you mean 'json'? Allowed: auto, bar, json, lines, none."
     assert said in finished.err
+
+
+def test_a_debugger_has_the_terminal_for_itself(cli, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for engines, has_bar in (("process", True), ("inprocess", False)):
+        asked = (*ORACLE[:3], "num_samples=1", f"fresh={engines}", f"out={engines}")
+        finished = cli(*asked)
+        assert finished.status == 0
+        assert ("\r" in finished.err) == has_bar
+        assert ("1/1 samples, 1/1 right, " in finished.err) == (not has_bar)
