@@ -6,6 +6,7 @@ from what the first left.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import replace
 
@@ -22,7 +23,11 @@ _ASKED = re.compile(r" for (?P<key>\S+) mentioned in the provided text is$")
 
 
 def other_question(question: Question, encoder: Tokenizer) -> Question:
-    """Return the question for the first needle of the context that the sample does not ask for.
+    """Return the question for a needle of the context that the sample does not ask for.
+
+    Which one is drawn, by a hash of the prompt: a model that errs may well prefer the first, and
+    what a cache left behind is told from an error by how often one hits the other
+    (`ruler_bench.leak.stale_question`).
 
     Raises:
         UsageError: the task asks for several needles at a time, or its context has but one.
@@ -32,9 +37,11 @@ def other_question(question: Question, encoder: Tokenizer) -> Question:
     if asked is None:
         raise _cannot(sample, "does not ask for one needle")
     key = asked["key"]
-    other = next((one for one in _NEEDLE.finditer(sample.input) if one["key"] != key), None)
-    if other is None:
+    others = [one for one in _NEEDLE.finditer(sample.input) if one["key"] != key]
+    if not others:
         raise _cannot(sample, "hides one needle alone")
+    digest = hashlib.sha256(sample.prompt.encode()).digest()
+    other = others[int.from_bytes(digest) % len(others)]
     before, _, after = sample.input.rpartition(f" for {key} mentioned")
     made = replace(
         sample,

@@ -34,6 +34,8 @@ class Canary:
         owner: ordinal of the sample that it belongs to.
         owner_position: when that sample was served, in the same life.
         value: the answer.
+        is_same_context: the sample is this one, asked for another needle of its context before;
+            `ruler_bench.leak.stale_question`. The request before may be another arm's.
     """
 
     arm: str
@@ -42,6 +44,18 @@ class Canary:
     owner: int
     owner_position: int
     value: str
+    is_same_context: bool = False
+
+    def __str__(self) -> str:
+        if self.is_same_context:
+            return (
+                f"{self.arm} prints {self.value}, the answer to another question on the same "
+                f"context, which this engine was asked before, at position {self.position}"
+            )
+        return (
+            f"{self.arm} prints {self.value}, the answer of index {self.owner}, which this engine "
+            f"served at position {self.owner_position}, at position {self.position}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +178,7 @@ def _proofs(
     record: Record, prompt: str, owners: Mapping[str, Sample], first: Mapping[Sample, int]
 ) -> Iterator[Canary]:
     text, asked = (record.output or "").lower(), prompt.lower()
-    for value in dict.fromkeys(_delimited(text)):
+    for value in dict.fromkeys(delimited(text)):
         owner = owners.get(value)
         if owner is None or owner == _sample(record) or value in asked:
             continue
@@ -173,7 +187,7 @@ def _proofs(
             yield Canary(record.arm, record.ordinal, record.position, owner[0], when, value)
 
 
-def _delimited(text: str) -> Iterator[str]:
+def delimited(text: str) -> Iterator[str]:
     """Yield the numbers and UUIDs of a text that no letter, digit or hyphen continues."""
     for pattern in (_NUMBER, _UUID):
         for match in pattern.finditer(text):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ruler_bench.leak.arms import ENGINE_PER_SAMPLE_IN_PROCESS, ONE_ENGINE, is_batched
+from backends.base import OUTLIVES_CLOSE
+from ruler_bench.leak.arms import (
+    ENGINE_PER_SAMPLE_IN_PROCESS,
+    ONE_ENGINE,
+    REFERENCES,
+    is_batched,
+)
 from ruler_bench.leak.canary import Canaries, Canary, scan
 from ruler_bench.leak.differences import (
     ANSWERS,
@@ -34,6 +40,7 @@ from ruler_bench.leak.join import (
     bits_differ_by,
 )
 from ruler_bench.leak.life_noise import LifeNoise, are_too_many
+from ruler_bench.leak.stale_question import stale_questions
 from ruler_bench.leak.tests_of_difference import (
     EXACT_ALPHA,
     VERDICT_ALPHA,
@@ -149,7 +156,15 @@ class Case:
         if not prompts or not streams:
             return None
         found = scan(streams, prompts)
-        return found if found.outputs else None
+        managed = [one for one in streams if self.facts(one).arm.settings.get(OUTLIVES_CLOSE)]
+        tested = {name: one for name, one in streams.items() if name not in REFERENCES}
+        others = (
+            one
+            for name in self.joined.streams.keys() - tested.keys()
+            for one in self.joined.streams[name]
+        )
+        stale = stale_questions(tested, prompts, managed, others)
+        return replace(found, proofs=found.proofs + stale) if found.outputs else None
 
     @functools.cached_property
     def proofs(self) -> list[Canary]:

@@ -84,7 +84,10 @@ def _leak(case: Case, ones: Sequence[IndexVerdict], of: int) -> str:
     parts += _first(ones)
     if case.proofs:
         proof = min(case.proofs, key=lambda one: (one.arm != case.main, one.position))
-        parts.append(f"index {proof.ordinal} prints the answer of index {proof.owner}")
+        of_whom = f"of index {proof.owner}"
+        if proof.is_same_context:
+            of_whom = "to another question on its context, asked before"
+        parts.append(f"index {proof.ordinal} prints the answer {of_whom}")
     right = sum(one.correct.get(case.main or "") is True for one in ones)
     if right:
         parts.append(f"{right} of them still scored right")

@@ -287,10 +287,7 @@ def _notes(case: Case, max_unstable: float, shaky: int) -> list[str]:
 def _indices(case: Case) -> list[IndexVerdict]:
     proofs: dict[int, list[str]] = {}
     for one in case.proofs:
-        proofs.setdefault(one.ordinal, []).append(
-            f"{one.arm} prints {one.value}, the answer of index {one.owner}, which this engine "
-            f"served at position {one.owner_position}, at position {one.position}"
-        )
+        proofs.setdefault(one.ordinal, []).append(str(one))
     beside = _faults_beside(case)
     found = []
     for ordinal in case.joined.known:
