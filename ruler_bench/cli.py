@@ -221,8 +221,10 @@ def choices_and_overrides() -> tuple[dict[str, str], list[str], list[str] | None
 
 
 def asks_for_multirun(argument: str) -> bool:
-    """Tell whether an argument is Hydra's flag for a sweep, or a beginning of it that it takes."""
-    return argument == "-m" or (argument.startswith("--m") and "--multirun".startswith(argument))
+    """Tell whether an argument asks Hydra for a sweep: its flag, a beginning of that, its key."""
+    return argument in ("-m", "hydra.mode=MULTIRUN") or (
+        argument.startswith("--m") and "--multirun".startswith(argument)
+    )
 
 
 def swept_keys_override(arguments: list[str]) -> str:

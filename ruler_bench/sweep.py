@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 
@@ -34,6 +35,8 @@ from ruler_bench.cli import (
     terminable,
     worst,
 )
+from ruler_bench.config import config_dir
+from ruler_bench.config_packages import config_names
 from ruler_bench.errors import UsageError
 from ruler_bench.launch import SweepTask
 from ruler_bench.launch_packages import launcher_name
@@ -41,6 +44,7 @@ from ruler_bench.manifest import now
 
 SWEEPS = Path("results") / ".sweeps"
 NOT_RUN = "Jobs that did not run or did not end"
+LAUNCHER_KEYS = ("hydra/launcher=", "hydra.launcher.")
 STOPPED = "interrupted; the same command goes on"
 FAILED_TITLES = ("settings", "why")
 
@@ -52,6 +56,8 @@ def run_sweep() -> int:
         UsageError: the command line cannot be composed, or its launcher cannot start a job.
     """
     arguments = sys.argv[1:]
+    if "dry_run=true" in arguments:  # what would run is said here and now
+        arguments = [one for one in arguments if not one.lstrip("+").startswith(LAUNCHER_KEYS)]
     planned = planned_jobs(arguments)
     folder = SWEEPS / f"{now().replace(':', '-').removesuffix('+00-00')}_{os.getpid()}"
     sys.argv[1:] = with_overrides(
@@ -80,11 +86,11 @@ def run_sweep() -> int:
 
 
 def with_overrides(arguments: Sequence[str], *more: str) -> list[str]:
-    """Return a command line with more settings beside its own: Hydra takes all in one place."""
-    own = [number for number, one in enumerate(arguments) if "=" in one and one[0] != "-"]
-    flag = next(number for number, one in enumerate(arguments) if asks_for_multirun(one))
-    place = own[0] if own else flag + 1
-    return [*arguments[:place], *more, *arguments[place:]]
+    """Return a command line with more settings; the flag stands first, so that all are together."""
+    words = ["-m", *(one for one in arguments if not asks_for_multirun(one))]
+    own = [number for number, one in enumerate(words) if "=" in one and one[0] != "-"]
+    place = max(own, default=0) + 1
+    return [*words[:place], *more, *words[place:]]
 
 
 def planned_jobs(arguments: Sequence[str]) -> list[list[str]]:
@@ -99,11 +105,18 @@ def planned_jobs(arguments: Sequence[str]) -> list[list[str]]:
         if override.is_hydra_override():
             continue
         key = override.get_key_element()
-        if override.is_discrete_sweep():
-            keys[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        else:
-            keys[key] = [f"{key}={override.get_value_element_as_str()}"]
+        keys[key] = [f"{key}={value}" for value in _values(override, argument)]
     return [list(one) for one in itertools.product(*keys.values())]
+
+
+def _values(override: Override, argument: str) -> list[str]:
+    """Return the values that a setting has in a sweep, as typed."""
+    value = override.value()
+    if isinstance(value, Glob):
+        return list(value.filter(config_names(override.key_or_group, config_dir())))
+    if override.is_discrete_sweep():
+        return list(override.sweep_string_iterator())
+    return [argument.partition("=")[2]]
 
 
 def with_missing(
@@ -191,6 +204,7 @@ def join(folder: Path, results: Sequence[JobResult]) -> None:
 
     read = [read_run(Path(one.folder), one.ordinals) for result in results for one in result.cells]
     runs = [run for one in read if one is not None for run in by_arm(one)]
+    folder.mkdir(parents=True, exist_ok=True)
     failed = [(_shown(one), error) for one in results for error in one.errors]
     if runs:
         write_reports(folder, runs, _markdown(failed) if failed else None)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from ruler_bench.cli import JobResult
-from ruler_bench.sweep import planned_jobs, with_missing
+from ruler_bench.config import config_dir
+from ruler_bench.run_suite import run_cells
+from ruler_bench.sweep import planned_jobs, with_missing, with_overrides
 
 ORACLE = ("backend=oracle", "device=cpu", "num_samples=2")
 CELLS = ("length=64,1024,2048", *ORACLE)
@@ -202,6 +204,43 @@ def test_jobs_are_planned_in_hydras_order():
     assert planned_jobs(line) == [
         [f"seed={seed}", f"task={task}", "length=[1,2]", "+x=3"] for seed in (1, 2) for task in "ab"
     ]
+
+
+def test_globs_and_ranges_are_planned_as_hydra_takes_them():
+    assert planned_jobs(["model=glob(*)", "seed=range(1,3)", "seed=interval(1,2)"]) == [
+        [f"model={name}", "seed=interval(1,2)"]
+        for name in sorted(path.stem for path in (config_dir() / "model").glob("*.yaml"))
+    ]
+    assert planned_jobs(["seed=range(1,3)"]) == [["seed=1"], ["seed=2"]]
+
+
+def test_settings_of_ours_stand_where_hydra_takes_them():
+    assert with_overrides(["seed=1,2", "-m", "a=2"], "x=1") == ["-m", "seed=1,2", "a=2", "x=1"]
+    assert with_overrides(["hydra.mode=MULTIRUN", "a=2"], "x=1") == ["-m", "a=2", "x=1"]
+    assert with_overrides(["-m"], "x=1") == ["-m", "x=1"]
+
+
+@pytest.mark.parametrize("line", [("seed=1,2", "-m"), ("hydra.mode=MULTIRUN", "seed=1,2")])
+def test_an_error_of_our_own_is_one_jobs(cli, workdir, monkeypatch, line):
+    def broken(planned, overwrite):
+        if planned[0].seed == 1:
+            raise ZeroDivisionError("made up")
+        yield from run_cells(planned, overwrite)
+
+    monkeypatch.setattr("ruler_bench.run_suite.run_cells", broken)
+    finished = cli(*line, *ORACLE, "length=1024")
+    assert finished.status == 1
+    assert "All runs of the sweep" in finished.out
+    assert "Did not end: seed=1 backend=oracle" in finished.out
+    assert "ZeroDivisionError: made up" in finished.out.splitlines()[-1]
+    assert [len(one) for one in records(workdir).values()] == [2]
+
+
+def test_a_dry_run_is_told_here_whatever_the_launcher(joblib, cli, workdir):
+    finished = cli(*GPUS, "seed=1,2", *ORACLE, "length=1024", "dry_run=true")
+    assert finished.status == 0, finished.err
+    assert finished.out.count("requests: 2 to run, 0 recorded already") == 2
+    assert not list(workdir.glob("results/niah*"))
 
 
 def test_a_job_without_a_result_is_an_error():
