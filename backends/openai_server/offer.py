@@ -19,6 +19,8 @@ TRIAL = Request(request_id=-1, prompt="The", prompt_token_ids=(1, 2, 3, 4, 5), m
 SHOWN_MODELS = 20
 LENGTH_FIELDS = ("max_model_len", "context_length", "context_window")
 """What a model's entry calls the tokens that it takes: vLLM and SGLang, then others."""
+META, META_LENGTH = "meta", "n_ctx"
+"""Where llama.cpp's server tells it: of one slot, as it runs; n_ctx_train is the model's own."""
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
 OPTIONAL: dict[str, dict[str, dict[str, Any]]] = {
     "usage": {
@@ -210,8 +212,9 @@ def _names(listed: list[str]) -> str:
 
 
 def _limit(entry: dict[str, Any]) -> int | None:
-    for key in LENGTH_FIELDS:
-        found = entry.get(key)
+    meta = entry.get(META)
+    told = meta.get(META_LENGTH) if isinstance(meta, dict) else None
+    for found in (*(entry.get(key) for key in LENGTH_FIELDS), told):
         if type(found) is int and found > 0:
             return found
     return None

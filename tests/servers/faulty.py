@@ -144,7 +144,11 @@ class Handler(BaseHTTPRequestHandler):
             if self.options.echo_models:
                 self.send(200, "application/json", f"{dict(self.headers)}")
             elif self.admitted():
-                entry = {"max_model_len": self.options.context} if self.options.tell_context else {}
+                told = {
+                    "max_model_len": {"max_model_len": self.options.context},
+                    "meta": {"meta": {"n_ctx": self.options.context, "n_ctx_train": 1 << 20}},
+                }
+                entry = told.get(self.options.tell_context, {})
                 self.whole({"data": [{"id": one, **entry} for one in self.options.models]})
         else:
             self.send(404, "text/html", "<html><title>Not Found</title></html>")
@@ -448,7 +452,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--echo-models", action="store_true")
     parser.add_argument("--tokenizer")
     parser.add_argument("--context", type=int)
-    parser.add_argument("--tell-context", action="store_true")
+    parser.add_argument("--tell-context", nargs="?", const="max_model_len")
     parser.add_argument("--more-tokens", type=int, default=0)
     parser.add_argument("--refuse", type=lambda text: text.split(","), default=[])
     parser.add_argument("--no-stream", action="store_true")

@@ -341,8 +341,9 @@ def test_a_prompt_beyond_the_servers_context_is_told(serving, build, ask, tokeni
         backend.generate(ask(1, ids=ids, limit=4096))
 
 
-def test_a_context_that_the_server_tells_is_held_against_the_runs(serving, build):
-    url = serving("--context", "2048", "--tell-context")
+@pytest.mark.parametrize("field", ["max_model_len", "meta"])
+def test_a_context_that_the_server_tells_is_held_against_the_runs(serving, build, field):
+    url = serving("--context", "2048", "--tell-context", field)
     said = refused(build, base_url=url, max_model_len=4096)
     assert "takes 2048 tokens" in said
     assert "use length=2048 or less" in said
