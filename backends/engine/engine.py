@@ -189,16 +189,21 @@ class Engine:
         del passing
         for cache in self._caches():
             self._warm_up_sparse(cache)
-            sequence = cache.admit(-1, min(3, self._context_tokens))
-            try:
-                if self._context_tokens >= 3:
-                    self._many(cache, sequence, (0, 0), want_logits=True, following=None)
-                self._one_token(cache, sequence, 0, None)
-            finally:
-                cache.release(sequence)
+            for want_logits in (False, True):  # without, the last layer has keys and no queries
+                self._warm_up_prompt(cache, want_logits=want_logits)
         if self._captures:
             self._capture()
         torch.cuda.synchronize(self._device)
+
+    def _warm_up_prompt(self, cache: KVCache, *, want_logits: bool) -> None:
+        sequence = cache.admit(-1, min(3, self._context_tokens))
+        try:
+            if self._context_tokens >= 3:
+                self._many(cache, sequence, (0, 0), want_logits=want_logits, following=None)
+            if want_logits:
+                self._one_token(cache, sequence, 0, None)
+        finally:
+            cache.release(sequence)
 
     def _warm_up_sparse(self, cache: KVCache) -> None:
         if self._sparse is None:

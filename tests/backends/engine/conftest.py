@@ -1,6 +1,7 @@
 """Tiny models made on the spot, the packaged probe, and a short way to ask an engine."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,28 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch):
+    """Forget the engine's compiled Triton kernels; the list that it gives names those made since.
+
+    Without it a kernel that a served request has to wait for may have been made by another test.
+    """
+    triton = pytest.importorskip("triton")
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("backends.engine"):
+            continue
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.runtime.JITFunction):
+                kernel.device_caches.clear()
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime,
+        "jit_post_compile_hook",
+        lambda **found: compiled.append(found["repr"]),
+    )
+    return compiled
 
 
 @pytest.fixture(scope="session")

@@ -222,6 +222,16 @@ def test_three_engines_in_three_orders_give_the_same_bits(preset, long_model, ca
 
 
 @pytest.mark.parametrize("build", [gpu_only, offload, offload_layerwise])
+def test_no_kernel_is_compiled_while_serving(build, model, ask, fresh_kernels):
+    engine = build(model_path=model, device="cuda", max_model_len=CONTEXT)
+    assert fresh_kernels
+    fresh_kernels.clear()
+    for tokens in (1, 2, 63, 128, 129, 257, CONTEXT - NEW):
+        ask(engine, tokens, NEW)
+    assert not fresh_kernels
+
+
+@pytest.mark.parametrize("build", [gpu_only, offload, offload_layerwise])
 def test_waiting_after_every_copy_changes_nothing(build, long_model, ask):
     plain = build(model_path=long_model, **long_settings())
     waiting = build(model_path=long_model, synchronise=True, **long_settings())

@@ -84,21 +84,16 @@ def unique_graphs():
 
 
 @by_policy
-def test_nothing_is_compiled_after_construction(policy, model, ask, monkeypatch):
-    import triton
-
+def test_nothing_is_compiled_after_construction(policy, model, ask, fresh_kernels):
     started = time.perf_counter()
     engine = gpu_only(model_path=model, policy=policy, **settings_for())
     described, taken = engine.describe(), time.perf_counter() - started
     assert described["block_attention"] == "flex"
     assert 0 < described["compile_seconds"] < taken
     assert described["decode"] == "captured graphs"
-    graphs, kernels = unique_graphs(), []
-    monkeypatch.setattr(
-        triton.knobs.runtime,
-        "jit_post_compile_hook",
-        lambda **found: kernels.append(found["repr"]),
-    )
+    assert fresh_kernels
+    fresh_kernels.clear()
+    graphs = unique_graphs()
     sparse = 0
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in LENGTHS:
@@ -107,7 +102,7 @@ def test_nothing_is_compiled_after_construction(policy, model, ask, monkeypatch)
             sparse += got.dense_share < 1
     assert sparse >= 3
     assert unique_graphs() == graphs
-    assert not kernels
+    assert not fresh_kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
