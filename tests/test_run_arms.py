@@ -162,7 +162,7 @@ def test_what_fails_in_a_warm_engine_alone_is_asked_again_in_a_warm_one(cli, wor
     ]
     assert [row["ordinal"] for row in found if row["error"]] == [2, 2]
     # Alone it cannot be asked so, and is not asked.
-    finished = cli(*mine, arms, "indices=[2]")
+    finished = cli(*mine[:-1], arms, "indices=[2]")
     assert finished.status == 1
     assert "ordinals 2 failed after their engine had served others that are not" in finished.err
     assert len(rows(workdir / "here", "persistent")) == 10
