@@ -281,7 +281,7 @@ def render(
         f"`model=smollm2` ({manifest['model']}: weights of 4 bits, converted to bfloat16) in our "
         f"engine, `backend=gpu_only`, greedy; samples a task: {manifest['samples']}, seed 42, "
         f"`template={manifest['template']}`.",
-        f"Questions: {manifest['questions']}.",
+        *([f"Questions: {manifest['questions']}."] if asks_questions(manifest) else []),
         f"{manifest['device']}; {_versions(manifest['versions'])}; runs at a time: "
         f"{manifest['processes']}. The times are no speed figures.",
         _scores(runs),
@@ -291,6 +291,11 @@ def render(
         code_block([manifest["command"]]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def asks_questions(manifest: dict[str, Any]) -> bool:
+    """Tell whether any task needs them."""
+    return not set(QA_TASKS).isdisjoint(manifest["tasks"])
 
 
 def _versions(versions: dict[str, str]) -> str:

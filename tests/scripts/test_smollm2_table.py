@@ -51,6 +51,14 @@ def test_each_task_is_one_run_of_the_product(measured):
     assert not [one for one in by_task["task=niah_single_1"] if one.startswith("qa_data")]
 
 
+def test_questions_are_told_of_only_where_they_are_asked(measured):
+    _, out, _ = measured
+    assert "Questions: **made up**" in (out / "smollm2.md").read_text()
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert smollm2_table.asks_questions(manifest)
+    assert not smollm2_table.asks_questions(manifest | {"tasks": ["vt", "cwe"]})
+
+
 def test_the_table_has_scores_intervals_and_what_has_no_room(measured):
     _, out, _ = measured
     text = (out / "smollm2.md").read_text()
