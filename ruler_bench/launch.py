@@ -59,7 +59,7 @@ class SweepTask:
     """What Hydra calls for each job of a sweep, in whatever process its launcher chose.
 
     Attributes:
-        arguments: the command line, which manifests name.
+        arguments: the command line without its launcher, as manifests name it.
         gpus: of the machine that the sweep was started on.
         limits: of threads, as the environment has them there.
     """

@@ -56,8 +56,9 @@ def run_sweep() -> int:
         UsageError: the command line cannot be composed, or its launcher cannot start a job.
     """
     arguments = sys.argv[1:]
+    alone = [one for one in arguments if not one.lstrip("+").startswith(LAUNCHER_KEYS)]
     if "dry_run=true" in arguments:  # what would run is said here and now
-        arguments = [one for one in arguments if not one.lstrip("+").startswith(LAUNCHER_KEYS)]
+        arguments = alone
     planned = planned_jobs(arguments)
     folder = SWEEPS / f"{now().replace(':', '-').removesuffix('+00-00')}_{os.getpid()}"
     sys.argv[1:] = with_overrides(
@@ -71,7 +72,7 @@ def run_sweep() -> int:
     interrupted = False
     try:
         with terminable(), waiting_for_all(lost):
-            compose_and_call("config", SweepTask(tuple(arguments)))
+            compose_and_call("config", SweepTask(tuple(alone)))
     except KeyboardInterrupt:
         interrupted, why = True, STOPPED
     except ConfigurationError:

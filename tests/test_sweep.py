@@ -93,6 +93,7 @@ def test_manifests_name_the_command_of_the_sweep(both):
         command = json.loads(path.read_text())["command"]
         assert command[:4] == ["python", "-m", "ruler_bench", "-m"]
         assert CELLS[0] in command
+        assert "launcher" not in "".join(command)  # it changes no result
 
 
 def test_the_same_command_asks_only_for_what_is_missing(both):
