@@ -9,9 +9,9 @@ llama.cpp: its program llama-server, with the probe as a GGUF file that is made 
 vllm: vLLM's server; vllm_llm: vLLM in process, backend=vllm, which needs ruler_bench beside vLLM.
 
 Each server and setting is a run in DIR/runs, with a server started for every arm and for every
-fresh sample; servers.md in DIR is made from what is there, also after each run. The same command
-goes on where an earlier one stopped. Exit status: 0 every run came to a verdict, whichever it is;
-1 some did not; 2 a setting is wrong or a server is not there; 130 interrupted.
+fresh sample; servers.md in DIR is made from all runs that are there, after each of them. The same
+command goes on where an earlier one stopped. Exit status: 0 every run came to a verdict, whichever
+it is; 1 some did not; 2 a setting is wrong or a server is not there; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ sys.path.insert(0, str(ROOT))  # `scripts` and `ruler_bench`, wherever this is r
 
 from backends.base import ConfigurationError  # noqa: E402
 from ruler_bench.errors import UsageError, one_line  # noqa: E402
-from ruler_bench.streams import AGING_REQUESTS  # noqa: E402
-from scripts.servers import figures, kinds, table  # noqa: E402
+from scripts.servers import kinds, table  # noqa: E402
 
 DONE, WITHOUT_VERDICT, WRONG, INTERRUPTED = 0, 1, 2, 130
 VERDICTS = (0, 1, 3, 4, 5)
@@ -89,6 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4, metavar="N")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", metavar="WORDS", help="settings with these words in their name")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM")
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
@@ -97,38 +97,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def try_all(options: argparse.Namespace, found: kinds.Found, command: str) -> int:
     """Run every trial that is not done, and write the table after each."""
-    flood = f" ({AGING_REQUESTS} other requests between)" if "flood" in options.arms else ""
-    asked = (
-        f"{options.samples} samples of {TASK}, {options.length} tokens, in the arms "
-        f"{', '.join(options.arms)}{flood}"
-    )
-    rows: list[table.Row] = []
+    is_done = True
     for server in options.servers:
         version = kinds.version(server, found)
         for trial in kinds.trials(server, found):
+            if options.only and options.only not in trial.setting:
+                continue
             print(f"--- {server} ({version}), {trial.setting}", flush=True)
-            rows.append(row_of(trial, version, options))
-            table.write(options.out, rows, command, asked, options.device)
-    print(f"{options.out / table.NAME}: {len(rows)} runs")
-    return WITHOUT_VERDICT if any(one.figures is None for one in rows) else DONE
-
-
-def row_of(trial: kinds.Trial, version: str, options: argparse.Namespace) -> table.Row:
-    """Run a trial and return what it says.
-
-    Raises:
-        KeyboardInterrupt: the run was interrupted.
-    """
-    folder = options.out / "runs" / trial.folder
-    status = run(trial, folder, options)
-    if status == INTERRUPTED:
-        raise KeyboardInterrupt
-    if status not in VERDICTS:
-        return table.Row(trial, version, why=f"the run ended with status {status}")
-    try:
-        return table.Row(trial, version, figures.read(folder))
-    except FileNotFoundError as error:
-        return table.Row(trial, version, why=f"there is no {Path(str(error.filename)).name}")
+            status = run(trial, options.out / table.RUNS / trial.folder, options)
+            if status == INTERRUPTED:
+                raise KeyboardInterrupt
+            is_done = is_done and status in VERDICTS
+            entry = table.Entry(server, trial.setting, version, command, options.device, status)
+            table.add(options.out, trial.folder, entry)
+            table.write(options.out)
+    return DONE if is_done else WITHOUT_VERDICT
 
 
 def run(trial: kinds.Trial, folder: Path, options: argparse.Namespace) -> int:

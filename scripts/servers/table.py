@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ruler_bench.device import device_name
 from ruler_bench.report.text import markdown_cell
 from scripts.servers.figures import Figures
-from scripts.servers.kinds import Trial
+from scripts.servers.figures import read as read_figures
+from scripts.servers.kinds import NAMES
 
-NAME, NOTES = "servers.md", "servers_notes.md"
+NAME, NOTES, RUNS = "servers.md", "servers_notes.md", "runs"
 """The second, where there is one: what a reader must know besides, put at the end."""
 HEADS = (
     "server",
@@ -31,49 +33,84 @@ HEADS = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """One trial.
+class Entry:
+    """What is written down of a run, beside its folder.
 
     Attributes:
-        trial: the server and its setting.
+        server, setting: of the trial.
         version: of the server.
-        figures: what its run says; None where there was no verdict.
-        why: there was none.
+        command: that ran it.
+        device: that the server ran on, as torch names it.
+        status: of the run.
     """
 
-    trial: Trial
+    server: str
+    setting: str
     version: str
-    figures: Figures | None = None
-    why: str = ""
+    command: str
+    device: str
+    status: int
 
 
-def write(folder: Path, rows: Sequence[Row], command: str, asked: str, device: str) -> None:
-    """Write the table and what was found.
+@dataclass(frozen=True)
+class Row:
+    """A run.
+
+    Attributes:
+        entry: what is written down of it.
+        figures: what its folder says; None where there was no verdict.
+    """
+
+    entry: Entry
+    figures: Figures | None
+
+
+def add(folder: Path, run: str, entry: Entry) -> None:
+    """Write down that a run is over.
 
     Args:
         folder: of the table.
-        rows: in the order of the table.
-        command: that measured them.
-        asked: what each server was asked, in words.
-        device: that servers ran on, as torch names it.
+        run: name of its folder in `RUNS`.
+        entry: of it.
     """
+    path = folder / RUNS / f"{run}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(entry), indent=2) + "\n", encoding="utf-8")
+
+
+def write(folder: Path) -> None:
+    """Write the table of all runs that are over, and what was found."""
     notes = folder / NOTES
     more = f"\n{notes.read_text(encoding='utf-8')}" if notes.is_file() else ""
-    page = markdown(rows, command, asked, device_name(device))
-    (folder / NAME).write_text(page + more, encoding="utf-8")
+    (folder / NAME).write_text(markdown(read(folder)) + more, encoding="utf-8")
 
 
-def markdown(rows: Sequence[Row], command: str, asked: str, device: str) -> str:
+def read(folder: Path) -> list[Row]:
+    """Return the runs of a folder, in the order of the servers' names in `kinds.NAMES`."""
+    rows = []
+    for path in sorted((folder / RUNS).glob("*.json")):
+        entry = Entry(**json.loads(path.read_text(encoding="utf-8")))
+        try:
+            found = read_figures(path.with_suffix(""))
+        except FileNotFoundError:
+            found = None
+        rows.append(Row(entry, found))
+    return sorted(rows, key=lambda one: NAMES.index(one.entry.server))
+
+
+def markdown(rows: Sequence[Row]) -> str:
     """Return the page."""
-    versions = dict.fromkeys((one.trial.server, one.version) for one in rows)
+    entries = [one.entry for one in rows]
+    versions = dict.fromkeys((one.server, one.version) for one in entries)
+    devices = dict.fromkeys(device_name(one.device) for one in entries)
     lines = [
         "# Servers that were run",
-        f"Each was asked with the probe: {asked}. Every arm of one engine has a server of its own, "
-        "fresh and fresh_again have one a sample; the reference is transformers.",
+        "Each was asked with the probe, every arm of one engine in a server of its own, fresh and "
+        "fresh_again in one a sample; the reference is transformers.",
         "",
-        f"    {command}",
+        *(f"    {one}" for one in dict.fromkeys(one.command for one in entries)),
         "",
-        f"{device}; Python {platform.python_version()}. Versions:",
+        f"{', '.join(devices)}; Python {platform.python_version()}. Versions:",
         "",
         *(f"- {server}: {version}" for server, version in versions),
         "",
@@ -94,7 +131,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    name = [row.trial.server, row.trial.setting]
+    name = [row.entry.server, row.entry.setting]
     found = row.figures
     if found is None:
         return [*name, *["-"] * (len(HEADS) - 2)]
@@ -118,10 +155,10 @@ def _seconds(value: float | None) -> str:
 
 
 def _found(row: Row) -> list[str]:
-    head = f"\n### {row.trial.server}, {row.trial.setting}"
+    head = f"\n### {row.entry.server}, {row.entry.setting}"
     found = row.figures
     if found is None:
-        return [head, f"No verdict: {row.why}"]
+        return [head, f"No verdict: the run ended with status {row.entry.status}."]
     return [
         head,
         found.sentence,
