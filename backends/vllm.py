@@ -1,8 +1,9 @@
 """VLLMBackend: vLLM in this process, through its Python interface `vllm.LLM`.
 
-Not run against a real vLLM so far: written after the sources of vLLM 0.33.0 and its documentation
-(https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm/), and tested with a stand-in of the same
-signatures. `backend=openai` asks vLLM as a server.
+Written after the sources of vLLM 0.33.0 and its documentation
+(https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm/), run against vLLM 0.32.0 on CPUs
+(docs/servers.md), and tested with a stand-in of the same signatures. `backend=openai` asks vLLM as
+a server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""backend=vllm, with a stand-in that has vLLM's signatures: it has not met a real vLLM here."""
+"""backend=vllm, with a stand-in that has vLLM's signatures."""
 
 import json
 import sys
