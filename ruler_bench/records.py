@@ -115,21 +115,38 @@ def from_line(line: str) -> Record:
         raise ValueError("nested too deeply") from None
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
-    missing, unknown = _REQUIRED - values.keys(), values.keys() - _FIELDS
+    # Nearly every line is like the one before: a large report reads a million.
+    for name, elements in _to_convert(tuple(values), tuple(map(type, values.values()))):
+        one = values[name]
+        if elements is not None and set(map(type, one)) == elements:
+            values[name] = tuple(one)
+        else:
+            values[name] = _typed(name, one, _hints()[name])
+    return Record(**values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _to_convert(
+    names: tuple[str, ...], types: tuple[type, ...]
+) -> tuple[tuple[str, set[type] | None], ...]:
+    """Return the fields whose values are not of their type as they are.
+
+    Each stands with the type of its elements where it is a list, else with None.
+
+    Raises:
+        ValueError: the fields are not a record's.
+    """
+    missing, unknown = _REQUIRED - set(names), set(names) - _FIELDS
     if unknown and not missing:
         raise ValueError(f"has fields that a later ruler_bench wrote: {', '.join(sorted(unknown))}")
     if missing:
         raise ValueError(f"not a record: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    hints, plain, elements = _hints(), _plain_types(), _element_types()
-    for name, one in values.items():
-        # Nearly every value is of its type as it is: a large report reads a million lines.
-        if type(one) in plain[name]:
-            continue
-        if type(one) is list and set(map(type, one)) == elements.get(name):
-            values[name] = tuple(one)
-        else:
-            values[name] = _typed(name, one, hints[name])
-    return Record(**values)
+    plain, elements = _plain_types(), _element_types()
+    return tuple(
+        (name, elements.get(name) if kind is list else None)
+        for name, kind in zip(names, types, strict=True)
+        if kind not in plain[name]
+    )
 
 
 @functools.cache

@@ -205,9 +205,10 @@ def _repetition_loop(text: str) -> Label | None:
     codes = np.frombuffer(body.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     for length in range(1, min(LONGEST_PIECE, len(codes) // 2) + 1):
         # Where a character equals the one `length` before it, runs of equality are loops.
-        edges = np.flatnonzero(
-            np.diff(codes[length:] == codes[:-length], prepend=False, append=False)
-        )
+        equal = codes[length:] == codes[:-length]
+        if 6 * np.count_nonzero(equal) < len(codes):
+            continue  # a loop is at most three times its run, and loops fill half of the text
+        edges = np.flatnonzero(np.diff(equal, prepend=False, append=False))
         starts, ends = edges[::2], edges[1::2] + length
         # The last copy may lack what would part it from the next.
         ends[ends == len(codes)] += _leading_separators(body[-length:])
