@@ -20,6 +20,7 @@ from ruler_bench.arm_checks import NEEDS_ARMS, can_minimise, check_arms, check_f
 from ruler_bench.cell import PROGRESS, STOP_ON, Cell, Fresh, NamedBackend
 from ruler_bench.config_packages import register_config_packages
 from ruler_bench.errors import UsageError, unknown_name
+from ruler_bench.host import check_threads
 from ruler_bench.leak.arms import REFERENCES
 from ruler_bench.leak.diagnose import arms_of_diagnosis
 from ruler_bench.result_folder import cell_folder, result_folder
@@ -259,6 +260,9 @@ def cells(
     chooses_arms = not is_diagnosis or "arms" in given
     first = arms if chooses_arms else arms_of_diagnosis(backend_settings, lengths[0])
     check_given(given - _set_to_nothing(overrides), first, fresh, config.workers)
+    references = _references(config, choices) if {*REFERENCES} & {*arms} else ()
+    if config.threads is not None and "threads" in given:
+        check_threads(backend_settings, *(one.settings for one in references))
     check_engine_per(
         config.engine_per,
         has_suite=config.suite is not None,
@@ -291,7 +295,7 @@ def cells(
             arms=arms if chooses_arms else arms_of_diagnosis(backend_settings, length),
             folder=cell_folder(folder, length, lengths, spec, suite),
             suite=suite,
-            references=_references(config, choices) if {*REFERENCES} & {*arms} else (),
+            references=references,
             fresh=fresh,
             workers=config.workers,
             timeout_seconds=config.timeout_seconds,

@@ -119,6 +119,29 @@ def checked_factory(settings: dict[str, Any]) -> Callable[..., Backend]:
     return factory
 
 
+def check_threads(*backends: dict[str, Any]) -> None:
+    """Refuse `threads` where no engine of a run takes it: it would be dropped in silence.
+
+    Args:
+        backends: the composed settings of each.
+
+    Raises:
+        UsageError: none takes it, or a `_target_` cannot be imported.
+    """
+    if not any("threads" in _parameters(one) for one in backends):
+        raise UsageError(
+            f"threads: {backends[0][TARGET]} takes no threads, so that it would do nothing; leave "
+            "it out, or give its constructor a parameter of that name."
+        )
+
+
+def _parameters(settings: dict[str, Any]) -> Container[str]:
+    try:
+        return inspect.signature(backend_factory(settings)).parameters
+    except (TypeError, ValueError):
+        return ("threads",)  # `checked_factory` says what is wrong
+
+
 def parameter_hints(factory: Callable[..., Backend]) -> dict[str, Any]:
     """Return the annotations of a factory's parameters; none where they cannot be resolved."""
     try:

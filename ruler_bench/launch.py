@@ -107,7 +107,7 @@ def launcher_class() -> str:
 
 
 def _run_here(config: DictConfig) -> JobResult:
-    from ruler_bench.__main__ import job  # noqa: PLC0415 (it imports this)
+    from ruler_bench.job import job  # noqa: PLC0415 (it imports this)
 
     return run_job_of_sweep(job, config)
 

@@ -199,7 +199,7 @@ def _words_of_launcher(error: Exception, folder: Path, arguments: Sequence[str])
 
 def join(folder: Path, results: Sequence[JobResult]) -> None:
     """Print and write one table of the samples that each job asked for, then what failed."""
-    from ruler_bench.__main__ import print_tables  # noqa: PLC0415 (it imports this)
+    from ruler_bench.job import print_tables  # noqa: PLC0415 (it imports this)
     from ruler_bench.journal import by_arm, read_run  # noqa: PLC0415
     from ruler_bench.report import Page, Section, write_page, write_reports  # noqa: PLC0415
 

@@ -118,8 +118,8 @@ def run(trial: kinds.Trial, folder: Path, options: argparse.Namespace) -> int:
     """Run ruler_bench; returns its exit status."""
     command = [
         *(trial.python, "-m", "ruler_bench", f"task={TASK}", f"length={options.length}"),
-        *(f"num_samples={options.samples}", f"threads={options.threads}"),
-        *(f"device={options.device}", f"arms=[{','.join(options.arms)}]", f"out={folder}"),
+        *(f"num_samples={options.samples}", f"device={options.device}"),
+        *(f"arms=[{','.join(options.arms)}]", f"out={folder}"),
         *trial.overrides,
     ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -373,7 +373,7 @@ class LeakyModule(Leaky):
         super().__init__(needs=(0,))
         self.seen = SERVED
 '''
-SHORT = ("task=niah_single_1", "length=512", "device=cpu", "threads=1", "fresh=inprocess")
+SHORT = ("task=niah_single_1", "length=512", "device=cpu", "fresh=inprocess")
 PAIR = "arms=[persistent,fresh]"
 
 

@@ -113,6 +113,9 @@ import os, time
 from backends.oracle import Oracle
 
 class Seeing(Oracle):
+    def __init__(self, threads):
+        super().__init__()
+
     def generate(self, request):
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
         with open("seen", "a") as file:

@@ -125,7 +125,6 @@ def overrides(trial: Trial, samples: int) -> list[str]:
         f"length={LENGTH_TOKENS}",
         f"num_samples={samples}",
         "device=cpu",
-        "threads=1",
         "backend=custom",
         f"backend._target_={ENGINE}",
         *own,
