@@ -56,6 +56,8 @@ RECORDED = (
 )
 LITTLE = ("--fresh", "inprocess", "--repeat", "1", "--max-requests", "4")
 REPLAYED = ("--fresh", "inprocess")
+FEW_TOKENS = ("task.tokens_to_generate=24",)
+FOUR_ARMS = "arms=[persistent,persistent_again,fresh,fresh_again]"
 TWO_CHUNKS = ("length=1024", "backend.chunk_tokens=512")
 SWEEP = (
     "python -m ruler_bench -m task=niah_single_1,niah_multikey_2 length=2048 backend=xattn"
@@ -327,7 +329,9 @@ HELD: dict[str, Held] = {
     "python -m ruler_bench task=niah_multikey_1 length=2048 num_samples=10": dry(SHORT),
     SWEEP: run(*SMALL, SHORT, "backend.policy.threshold=0.9"),
     "python -m ruler_bench.report sweep --out joined": run(before=(SWEEP,)),
-    LEAKY_ENGINE: run(INPROCESS, "num_samples=4", "length=512", status=LEAK),
+    LEAKY_ENGINE: run(
+        INPROCESS, "num_samples=4", "length=512", *FEW_TOKENS, FOUR_ARMS, status=LEAK
+    ),
     "python -m ruler_bench.show leaky 3": run(before=(LEAKY_ENGINE,)),
     "python -m ruler_bench.minimise leaky": run(*LITTLE, status=LEAK, before=(LEAKY_ENGINE,)),
     "python -m ruler_bench.minimise --replay leaky/reproducer": run(
@@ -340,7 +344,7 @@ HELD: dict[str, Held] = {
     "python -m ruler_bench.minimise --replay results/RUN/reproducer": run(
         *REPLAYED, status=LEAK, before=("python -m ruler_bench.minimise results/RUN",)
     ),
-    SUSPECT: run(INPROCESS, *TWO_CHUNKS, status=LEAK),
+    SUSPECT: run(INPROCESS, *TWO_CHUNKS, *FEW_TOKENS, status=LEAK),
     "python -m ruler_bench.minimise suspect": run(*LITTLE, status=LEAK, before=(SUSPECT,)),
     "python -m ruler_bench.minimise --replay suspect/reproducer backend.fault=null": run(
         *REPLAYED, before=("python -m ruler_bench.minimise suspect",)
