@@ -31,10 +31,19 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=CUTOFF)), None)
 
 
-def unknown_name(what: str, name: str, allowed: Iterable[str]) -> UsageError:
-    """Make the error for a name that is not one of `allowed`: names the nearest and all of them."""
+def unknown_name(
+    what: str, name: str, allowed: Iterable[str], like: str | None = None
+) -> UsageError:
+    """Make the error for a name that is not one of `allowed`: names the nearest and all of them.
+
+    Args:
+        what: the name is of.
+        name: as the user gave it.
+        allowed: names.
+        like: what is compared with these instead, where a habit has another word.
+    """
     names = sorted(allowed)
-    close = nearest(name, names)
+    close = nearest(like or name, names)
     hint = f" Did you mean {close!r}?" if close else ""
     return UsageError(f"unknown {what} {name!r}.{hint} Allowed: {', '.join(names)}.")
 

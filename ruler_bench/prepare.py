@@ -21,6 +21,7 @@ from ruler_bench.cli import (
     run_app,
 )
 from ruler_bench.config import (
+    PACKAGED_PREFIX,
     PrepareConfig,
     chat_of,
     check_data_keys,
@@ -62,7 +63,9 @@ def job(config: DictConfig) -> JobResult:
     if OmegaConf.is_list(config.length):
         raise UsageError(f"length={config.length}: one file holds one length; name one.")
     check_int("length", config.length, 1, MAX_LENGTH)
-    name = config.tokenizer or str(model_folder(tokenizer_name(config)))
+    name = tokenizer_name(config)
+    if config.tokenizer is None or name.startswith(PACKAGED_PREFIX):
+        name = str(model_folder(name))
     spec = DataSpec(
         task=task_spec(config),
         length=config.length,

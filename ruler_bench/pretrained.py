@@ -9,10 +9,12 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +30,8 @@ HASH_DIGITS = 16
 MAGIC = b"GGUF"
 """How such files begin."""
 DRAFT = "draft"
+SIZES = "sizes.json"
+"""Of the other files of a converted model, by name."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,13 @@ def pretrained_folder(name: str) -> Path:
     model = PRETRAINED[name]
     source = _gguf_file(name, model)
     folder = cache_dir() / "models" / f"{name}-{_hash(source)[:HASH_DIGITS]}-{CONVERSION}"
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder
     _require(name, model, CONVERTERS)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            if not folder.is_dir():  # another process may have made it meanwhile
+            if not _is_whole(folder):  # another process may have made it meanwhile
                 _make(model, source, folder)
     except OSError as error:
         raise UsageError(
@@ -139,14 +143,29 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def _is_whole(folder: Path) -> bool:
+    """Tell whether all files of a converted model are there, each of the size it was written with.
+
+    A disk that ran full, or somebody who tidied up, leaves others.
+    """
+    try:
+        sizes = json.loads((folder / SIZES).read_text(encoding="utf-8"))
+        return bool(sizes) and all((folder / one).stat().st_size == sizes[one] for one in sizes)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def _make(model: Pretrained, source: Path, folder: Path) -> None:
     """Convert into a draft beside the folder, then rename it; the caller holds the lock."""
     print(f"{model.title} is converted once, to {folder}; about a minute", file=sys.stderr)
     draft = folder.with_name(f"{folder.name}-{DRAFT}")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # where it is not whole
     draft.mkdir()
     try:
         _convert(model, source, draft)
+        sizes = {one.name: one.stat().st_size for one in sorted(draft.iterdir())}
+        (draft / SIZES).write_text(json.dumps(sizes), encoding="utf-8")
         draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -197,13 +216,14 @@ def _split_digits(tokenizer: object) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of what takes seconds; that of the conversion is not asked."""
+    """Without progress bars; that of the conversion is the `gguf` package's and asks nobody."""
     from transformers.utils import logging  # noqa: PLC0415
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with Path(os.devnull).open("w", encoding="utf-8") as nothing, redirect_stderr(nothing):
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()

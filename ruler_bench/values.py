@@ -117,7 +117,8 @@ def resolve_device(device: str) -> str:
     if device == "cpu":
         return device
     if device != "auto" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise unknown_name("device", device, ("auto", "cpu", "cuda", "cuda:0"))
+        names = ("auto", "cpu", "cuda", "cuda:0")
+        raise unknown_name("device", device, names, like=device.lower().replace("gpu", "cuda"))
     import torch  # noqa: PLC0415 (seconds; not needed where device=cpu)
 
     if device == "auto":

@@ -67,7 +67,7 @@ BAD_LINES = {
     "backend._target_=backends.oracle.Orcale": "backends.oracle has no Orcale. Did you mean "
     "backends.oracle.Oracle? Engines in it: Oracle.",
     "arms=[presistent]": "unknown arm 'presistent'. Did you mean 'persistent'?",
-    "device=gpu": "unknown device 'gpu'.",
+    "device=gpu": "unknown device 'gpu'. Did you mean 'cuda'?",
     "overwrite=perhaps": "overwrite=perhaps: must be true or false",
     "model=local": "model.path is missing",
     "model.path=/no/such/folder": "there is no such folder",

@@ -148,3 +148,9 @@ def test_an_interrupted_write_leaves_the_older_file(tmp_path, monkeypatch):
         prepare.write_samples([sample(1)], out)
     assert out.read_text() == before
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_the_tokenizer_of_a_packaged_model_has_the_name_that_reports_print(cli, workdir):
+    for words in (("out=default",), ("out=named", "tokenizer=package:probe")):
+        assert cli(*SMALL, *words, entry=prepare.main).status == 0
+    assert (workdir / "named").read_bytes() == (workdir / "default").read_bytes()

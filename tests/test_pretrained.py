@@ -114,8 +114,25 @@ def test_a_conversion_that_was_killed_is_begun_anew(cache, package, conversions,
             model_folder(NAME)
     assert list(cache.glob("*/half.safetensors"))
     folder = model_folder(NAME)
-    assert [one.name for one in folder.iterdir()] == ["config.json"]
+    assert {one.name for one in folder.iterdir()} == {"config.json", pretrained.SIZES}
     assert [one for one in cache.iterdir() if one.is_dir()] == [folder]
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut", "a file gone", "no sizes", "sizes of no use"])
+def test_what_is_no_longer_whole_is_converted_anew(package, conversions, damage):
+    folder = model_folder(NAME)
+    config, sizes = folder / "config.json", folder / pretrained.SIZES
+    if damage == "cut":
+        config.write_bytes(b"GG")
+    elif damage == "sizes of no use":
+        sizes.write_text("[1]")
+    if damage in {"emptied", "a file gone"}:
+        config.unlink()
+    if damage in {"emptied", "no sizes"}:
+        sizes.unlink()
+    assert model_folder(NAME) == folder
+    assert config.read_bytes() == b"GGUF one"
+    assert conversions == [b"GGUF one"] * 2
 
 
 @pytest.mark.parametrize("files", [[], ["model.gguf", "other.gguf"]])

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from backends.base import ConfigurationError
 from ruler_bench.cell import Cell
-from ruler_bench.command_line import USAGE_ERROR
+from ruler_bench.command_line import INTERRUPTED, USAGE_ERROR
 from ruler_bench.errors import one_line
 from ruler_bench.progress.display import Display
 from ruler_bench.progress.job import Job
@@ -102,8 +102,11 @@ class RunProgress:
         try:
             yield self
         except BaseException as raised:
-            error = one_line(raised)
-            self.status = USAGE_ERROR if isinstance(raised, ConfigurationError) else None
+            if isinstance(raised, KeyboardInterrupt):
+                self.status = INTERRUPTED
+            else:
+                error = one_line(raised)
+                self.status = USAGE_ERROR if isinstance(raised, ConfigurationError) else None
             raise
         finally:
             with self._parent.display(self._state, is_over=True) as display:

@@ -55,7 +55,7 @@ class Tally:
     @property
     def accuracy(self) -> str:
         """How many are right, in words."""
-        errors = f", {self.errors} errors" if self.errors else ""
+        errors = f", {self.errors} error{'s' * (self.errors != 1)}" if self.errors else ""
         return f"{self.right}/{self.scored} right{errors}"
 
     @property

@@ -127,3 +127,17 @@ def test_a_run_that_is_refused_says_why(follow):
     (end,) = of(events, "end")
     assert (end["status"], finished.status) == (2, 2)
     assert "backend.wrong" in end["error"]
+
+
+def test_a_run_that_is_interrupted_ends_with_the_status_of_the_command(cli, monkeypatch):
+    """Before its first sample is asked, too."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ruler_bench.bench.check_answer_prefix", interrupted)
+    finished = cli(*ORACLE)
+    *lines, said = finished.err.splitlines()
+    (end,) = of(map(json.loads, lines), "end")
+    assert (end["status"], end["error"], finished.status) == (130, None, 130)
+    assert said.startswith("Interrupted")
