@@ -53,12 +53,14 @@ def run_sweep() -> int:
     """Run every job of the command line in sys.argv, join their tables, and return the status.
 
     Raises:
-        UsageError: the command line cannot be composed, or its launcher cannot start a job.
+        UsageError: the command line cannot be composed, names a job twice, or its launcher cannot
+            start a job.
     """
     arguments = sys.argv[1:]
     alone = [one for one in arguments if not one.lstrip("+").startswith(LAUNCHER_KEYS)]
     if "dry_run=true" in arguments:  # what would run is said here and now
         arguments = alone
+    check_jobs(arguments)
     planned = planned_jobs(arguments)
     folder = SWEEPS / f"{now().replace(':', '-').removesuffix('+00-00')}_{os.getpid()}"
     sys.argv[1:] = with_overrides(
@@ -96,6 +98,11 @@ def with_overrides(arguments: Sequence[str], *more: str) -> list[str]:
 
 def planned_jobs(arguments: Sequence[str]) -> list[list[str]]:
     """Return the settings of each job that a command line asks for, in Hydra's order."""
+    return [list(one) for one in itertools.product(*_settings(arguments).values())]
+
+
+def _settings(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return every setting that a key has in a sweep, such as seed=1 and seed=2, by key."""
     parser = OverridesParser.create()
     keys: dict[str, list[str]] = {}
     for argument in arguments:
@@ -107,7 +114,23 @@ def planned_jobs(arguments: Sequence[str]) -> list[list[str]]:
             continue
         key = override.get_key_element()
         keys[key] = [f"{key}={value}" for value in _values(override, argument)]
-    return [list(one) for one in itertools.product(*keys.values())]
+    return keys
+
+
+def check_jobs(arguments: Sequence[str]) -> None:
+    """Refuse two jobs with the same settings: at once they would fight for one result folder.
+
+    Raises:
+        UsageError: names the value that a key has twice.
+    """
+    for key, settings in _settings(arguments).items():
+        doubled = next((one for one in settings if settings.count(one) > 1), None)
+        if doubled is not None:
+            raise UsageError(
+                f"{key}: {doubled} is there twice, and two jobs of a sweep would be the same run; "
+                "name each value once. arms=[persistent,persistent_again] asks all samples a "
+                "second time."
+            )
 
 
 def _values(override: Override, argument: str) -> list[str]:
@@ -218,10 +241,25 @@ def join(folder: Path, results: Sequence[JobResult]) -> None:
         (folder / "report.md").write_text(text, encoding="utf-8", newline="\n")
     if runs or failed:
         print(f"Joined report: {folder / 'report.md'}")
+    for line in failed_lines(results):
+        print(line)
+
+
+def failed_lines(results: Sequence[JobResult]) -> list[str]:
+    """Return a line for each error; of one that several jobs share, how many: the report has which.
+
+    Args:
+        results: of all jobs of the sweep.
+    """
+    jobs: dict[tuple[str, str], list[str]] = {}
     for result in results:
         verb = "run" if result.status == USAGE_ERROR else "end"
         for error in result.errors:
-            print(f"Did not {verb}: {_shown(result)}: {error}")
+            jobs.setdefault((verb, error), []).append(_shown(result))
+    return [
+        f"Did not {verb}: {shown[0] if len(shown) == 1 else f'{len(shown)} jobs'}: {error}"
+        for (verb, error), shown in jobs.items()
+    ]
 
 
 def _shown(result: JobResult) -> str:

@@ -54,6 +54,25 @@ def test_a_wrong_launcher_or_key_is_one_line_with_the_nearest(cli, joblib, line)
     assert REFUSED[line] in words
 
 
+DROPPED = {
+    ("hydra.launcher.n_jobs=2",): "hydra/launcher=basic runs one job after the other and has no "
+    "settings; add hydra/launcher=gpus",
+    ("hydra/launcher=basic", "hydra.launcher.n_jobs=2"): "add hydra/launcher=gpus",
+    ("hydra.sweep.dir=elsewhere",): "hydra.sweep.dir=elsewhere: a sweep keeps",
+    ("hydra.sweep.subdir=x", "hydra/launcher=gpus"): "out=DIR says where results go",
+    ("hydra/launcher=gpus", "hydra.launcher.n_jobs=0"): "a number of jobs at a time from 1, or -1",
+}
+
+
+@pytest.mark.parametrize("line", DROPPED)
+def test_a_setting_that_a_sweep_cannot_take_is_refused_with_what_to_do(cli, workdir, joblib, line):
+    finished = cli(*SWEEP, *line)
+    assert finished.status == 2
+    (words,) = finished.err.splitlines()
+    assert DROPPED[line] in words
+    assert not list(workdir.iterdir())
+
+
 def test_a_launcher_without_a_sweep_is_refused(cli):
     finished = cli(*SWEEP[2:], "hydra/launcher=gpus")
     assert finished.status == 2

@@ -15,7 +15,7 @@ import pytest
 from ruler_bench.cli import JobResult
 from ruler_bench.config import config_dir
 from ruler_bench.run_suite import run_cells
-from ruler_bench.sweep import planned_jobs, with_missing, with_overrides
+from ruler_bench.sweep import failed_lines, planned_jobs, with_missing, with_overrides
 
 ORACLE = ("backend=oracle", "device=cpu", "num_samples=2")
 CELLS = ("length=64,1024,2048", *ORACLE)
@@ -245,6 +245,31 @@ def test_a_dry_run_is_told_here_whatever_the_launcher(joblib, cli, workdir):
     assert finished.status == 0, finished.err
     assert finished.out.count("requests: 2 to run, 0 recorded already") == 2
     assert not list(workdir.glob("results/niah*"))
+
+
+@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=gpus",)])
+@pytest.mark.parametrize("more", [(), ("dry_run=true",)])
+def test_the_same_job_twice_is_refused_before_anything_starts(joblib, cli, workdir, launcher, more):
+    finished = cli("-m", *launcher, *ORACLE, "seed=1,2", "length=1024,2048,1024", *more)
+    assert finished.status == 2
+    (line,) = finished.err.splitlines()
+    assert line.startswith("error: length: length=1024 is there twice")
+    assert finished.out == ""
+    assert not list(workdir.iterdir())
+
+
+def test_an_error_that_jobs_share_is_said_once():
+    results = [
+        JobResult(2, errors=["no address"], overrides=["seed=1"]),
+        JobResult(2, errors=["too small"], overrides=["seed=2"]),
+        JobResult(2, errors=["no address"], overrides=["seed=3"]),
+        JobResult(1, errors=["no address"], overrides=["seed=4"]),
+    ]
+    assert failed_lines(results) == [
+        "Did not run: 2 jobs: no address",
+        "Did not run: seed=2: too small",
+        "Did not end: seed=4: no address",
+    ]
 
 
 def test_a_job_without_a_result_is_an_error():
