@@ -7,7 +7,7 @@ r"""Draw score against density from the folders of a sweep: what leaving blocks 
 
 Each run folder in or below those named is a point, with the score's 95% interval; runs of one
 policy that differ in one setting are joined by a line. All must be of one task, length and model.
-Needs matplotlib: pip install "ruler_bench[plot]". Exit status: 0 drawn, 2 something is wrong.
+Needs matplotlib: pip install "ruler-bench[plot]". Exit status: 0 drawn, 2 something is wrong.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def draw(lines: Sequence[Line], title: str, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (an extra)
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise UsageError('drawing needs matplotlib: pip install "ruler_bench[plot]".') from error
+        raise UsageError('drawing needs matplotlib: pip install "ruler-bench[plot]".') from error
     figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor="white")

@@ -350,7 +350,7 @@ def _refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | 
 def _missing_package(kernel: Kernel) -> str | None:
     if kernel.package is None:
         return None
-    install = f'pip install "ruler_bench[{kernel.extra}]"'
+    install = f'pip install "ruler-bench[{kernel.extra}]"'
     if importlib.util.find_spec(kernel.package) is None:
         return f"its package is not installed; {install} installs it"
     try:

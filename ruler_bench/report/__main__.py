@@ -224,7 +224,7 @@ def write(
         (folder / PAGE).write_text(render(digests, page), encoding="utf-8", newline="\n")
         if not write_figures(folder, digests):
             print(
-                "No PNG files: they need matplotlib (pip install 'ruler_bench[plot]'); the page "
+                "No PNG files: they need matplotlib (pip install 'ruler-bench[plot]'); the page "
                 "has the same pictures.",
                 file=sys.stderr,
             )

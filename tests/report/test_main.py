@@ -102,7 +102,7 @@ def test_without_matplotlib_all_else_comes(put, report, tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     status, _, err = report("a", "--out", "joined")
     assert status == 0
-    assert "pip install 'ruler_bench[plot]'" in err
+    assert "pip install 'ruler-bench[plot]'" in err
     assert (tmp_path / "joined" / PAGE).exists()
     assert not list((tmp_path / "joined").glob("*.png"))
 

@@ -226,7 +226,7 @@ def test_a_kernel_that_is_not_installed_names_the_command(name, package, extra, 
     )
     with pytest.raises(ConfigurationError, match="its package is not installed") as error:
         choose_kernel(name, gpu((9, 0)), torch.bfloat16, (32, 8, 128))
-    assert f'{name}: its package is not installed; pip install "ruler_bench[{extra}]"' in str(
+    assert f'{name}: its package is not installed; pip install "ruler-bench[{extra}]"' in str(
         error.value
     )
     assert "Use backend.attention=auto" in str(error.value)
