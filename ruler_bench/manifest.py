@@ -79,19 +79,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        version = manifest["format_version"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"{path} is damaged ({error}). Restore it from a copy, or start anew with "
-            "overwrite=true."
-        ) from error
-    problem = _problem(manifest)
+        manifest = _loaded(path)
+        problem = _problem(manifest)
+    except ValueError as error:
+        manifest, problem = {}, str(error)
     if problem:
         raise UsageError(
             f"{path} is damaged ({problem}). Restore it from a copy, or start anew with "
             "overwrite=true."
         )
+    version = manifest["format_version"]
     if version != FORMAT_VERSION:
         raise UsageError(
             f"{path} has format {version}, this program reads format {FORMAT_VERSION}. "
@@ -100,11 +97,32 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
+def _loaded(path: Path) -> dict[str, Any]:
+    """Return the object that a file holds.
+
+    Raises:
+        ValueError: it holds none; says why in the user's words.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError("is no UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON from line {error.lineno}, column {error.colno} on") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("is no JSON object")
+    return found
+
+
 _TEXT_KEYS = ("task", "backend", "model", "metric")
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:
     """Return what is wrong with a manifest's own fields, or None."""
+    if "format_version" not in manifest:
+        return "has no format_version"
     if type(manifest["format_version"]) is not int:
         return "format_version is no number"
     for key in _TEXT_KEYS:

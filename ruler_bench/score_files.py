@@ -31,7 +31,7 @@ from ruler_bench.report.means import FAMILIES, TASKS, mean_of
 from ruler_bench.report.predictions import Scored, write_reference_summary
 from ruler_bench.report.text import visible
 from ruler_bench.score import cell_score, is_null
-from ruler_bench.suites import task_from_file
+from ruler_bench.suites import task_from_file, task_names
 
 _CHUNK = re.compile(r"(.*[^_])-\d+")
 """How the reference names the parts of a task's predictions."""
@@ -136,7 +136,7 @@ def _read(paths: Sequence[Path], task: str | None) -> Predictions:
     name = _task_name(paths[0], task)
     outputs: list[str] = []
     expected: list[tuple[str | None, ...]] = []
-    notes: list[str] = []
+    notes = _other_name(paths[0], name)
     for path in paths:
         rows, said = json_rows(path)
         notes += said
@@ -160,6 +160,15 @@ def _task_name(path: Path, task: str | None) -> str:
         if task is not None:
             raise
         raise UsageError(f"{path}: its name tells no task ({error}) Say it with --task.") from error
+
+
+def _other_name(path: Path, task: str) -> list[str]:
+    """Return a note where a file's name says another task than the one whose rule is taken."""
+    chunk = _CHUNK.fullmatch(path.stem)
+    told = chunk[1] if chunk else path.stem
+    if told == task or told not in task_names(config_dir()):
+        return []
+    return [f"{path}: its name says {told}; it is scored by the rule of {task}, as --task asks."]
 
 
 def _prediction(where: str, row: Mapping[str, Any]) -> str:

@@ -91,6 +91,17 @@ def test_any_reference_is_enough_in_qa_where_lm_eval_takes_the_mean(run_score, w
     assert scores(run_score(path, "--task", "niah_single_1")) == {"niah_single_1": "33.33"}
 
 
+def test_a_name_that_says_another_task_is_told(run_score, workdir):
+    path = write(workdir / "niah_single_1-0.jsonl", [row("x", ["x"])])
+    (line,) = run_score(path, "--task", "vt").err.splitlines()
+    assert line == (
+        f"note: {path}: its name says niah_single_1; it is scored by the rule of vt, "
+        "as --task asks."
+    )
+    assert run_score(path, "--task", "niah_single_1").err == ""
+    assert run_score(write(workdir / "answers.jsonl", [row("x", ["x"])]), "--task", "vt").err == ""
+
+
 def test_random_predictions_round_as_the_reference_does(run_score, workdir):
     draw = random.Random(5)
     for task in ("niah_single_1", "qa_2"):

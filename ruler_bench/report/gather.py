@@ -40,10 +40,20 @@ def run_folders(named: Sequence[str]) -> list[Path]:
         named: folders, or patterns as a shell has them.
 
     Raises:
-        UsageError: a name leads to no run; says what does.
+        UsageError: a name is empty or leads to no run; says what does.
     """
     found: dict[Path, Path] = {}
     for name in named:
+        if not name.strip():
+            raise UsageError(
+                "an empty name: names no runs; name a folder, such as results, or . for all that "
+                "lies below this one."
+            )
+        if Path(name).is_file() and not _is_of_a_run(Path(name)):
+            raise UsageError(
+                f"{name}: is a file of no run; name the folder of a run, one above it, or a run's "
+                f"{MANIFEST} or {RECORDS}."
+            )
         places = [Path(name)] if Path(name).exists() else _matching(name)
         if not places:
             raise UsageError(f"{name}: there is no such folder.{_nearest_folder(Path(name))}")
@@ -66,9 +76,15 @@ def _matching(pattern: str) -> list[Path]:
 
 def _below(place: Path) -> list[Path]:
     if place.is_file():
-        place = place.parent
+        return [place.parent] if _is_of_a_run(place) else []
     folders = [one.parent for one in place.rglob(MANIFEST) if (one.parent / RECORDS).exists()]
     return sorted(folders, key=_by_number)
+
+
+def _is_of_a_run(file: Path) -> bool:
+    """Tell whether a file is the manifest or the records of a run."""
+    own = (MANIFEST, RECORDS)
+    return file.name in own and all((file.parent / one).is_file() for one in own)
 
 
 def _by_number(folder: Path) -> list[tuple[int, str]]:
