@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -62,6 +63,7 @@ class Oracle:
         Raises:
             RequestError: its position is in `fail`, there is no answer to the prompt, or the oracle
                 is closed.
+            ConfigurationError: it has no script, and the prompt asks for no needle.
         """
         if not self._is_open:
             raise RequestError("the oracle is closed")
@@ -76,6 +78,17 @@ class Oracle:
         return Generation(
             text=answer, finish_reason="stop", ttft_seconds=time.perf_counter() - start
         )
+
+    @classmethod
+    def refuse_early(cls, prompt: str, /, **arguments: Any) -> None:
+        """Refuse settings, and a task that needs a script; see dry_run.py.
+
+        Raises:
+            ConfigurationError: a setting is wrong or missing.
+        """
+        oracle = cls(**arguments)
+        with contextlib.suppress(RequestError):  # of one sample
+            oracle._answer(prompt)
 
     def _answer(self, prompt: str) -> str:
         if self._answers is None:
@@ -105,11 +118,17 @@ def answer_from_needles(prompt: str) -> str:
     """Return the values of the keys that the prompt asks for, in the order asked.
 
     Raises:
-        RequestError: the prompt holds no such question, or no needle for one of its keys.
+        ConfigurationError: the prompt holds no such question, and so no other of its task does.
+        RequestError: it holds no needle for one of its keys.
     """
     questions = _QUESTION.findall(prompt)
     if not questions:
-        raise RequestError("the prompt asks for no needle; other tasks need backend.script=FILE")
+        raise ConfigurationError(
+            "backend.script is missing: the oracle has no model and reads needles, and this task "
+            "asks for none. Give it the answers: python -m ruler_bench.prepare with the same "
+            "settings and out=FILE writes them, backend.script=FILE reads them; or choose a task "
+            "niah_*, or a backend with a model."
+        )
     values: dict[str, list[str]] = {}
     for needle in _NEEDLE.finditer(prompt):
         values.setdefault(needle["key"], []).append(needle["value"])

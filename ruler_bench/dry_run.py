@@ -1,4 +1,9 @@
-"""What a run would do, for `dry_run=true`: samples are made and checked, no engine is started."""
+"""What a run would do, for `dry_run=true`: samples are made and checked, no engine is started.
+
+A backend whose constructor starts something may have a static or class method `refuse_early`. It
+takes the text of the first prompt, by position, and the constructor's arguments; it starts nothing,
+and raises the ConfigurationError that the constructor or that prompt would end in.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,13 @@ from ruler_bench import manifest
 from ruler_bench.bench import Bench, check_cell, prepared
 from ruler_bench.cell import Cell
 from ruler_bench.engines import with_advice_that_works
-from ruler_bench.host import memory_plan, settings_of_arm
+from ruler_bench.errors import UsageError, one_line
+from ruler_bench.host import TARGET, bound_factory, memory_plan, settings_of_arm
 from ruler_bench.leak.arms import REFERENCES, variant_of
 from ruler_bench.records import Record
 from ruler_bench.streams import Stream
+
+REFUSE_EARLY = "refuse_early"
 
 
 def describe_cell(cell: Cell, overwrite: bool = False) -> str:
@@ -173,9 +181,32 @@ def _memory_plan(bench: Bench) -> list[str]:
 
 def _plan_of(bench: Bench, settings: dict[str, Any]) -> list[str] | None:
     try:
+        _refuse_early(bench, settings)
         return memory_plan(settings, bench.harness_arguments())
     except ConfigurationError as error:
         raise with_advice_that_works(bench, error) from error
+
+
+def _refuse_early(bench: Bench, settings: dict[str, Any]) -> None:
+    """Have a backend check what it can without an engine; most have nothing to add.
+
+    Raises:
+        UsageError, ConfigurationError: a run would be refused, or the backend's own code failed.
+    """
+    factory = bound_factory(settings, bench.harness_arguments())
+    check = getattr(factory.func, REFUSE_EARLY, None)
+    if check is None:
+        return
+    first = bench.asked()[0].question.sample
+    try:
+        check(first.prompt, **factory.keywords)
+    except (ConfigurationError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # an engine under test may do anything
+        raise UsageError(
+            f"backend._target_={settings[TARGET]}: its {REFUSE_EARLY} failed "
+            f"({type(error).__name__}: {one_line(error)})."
+        ) from error
 
 
 def _check_reference(bench: Bench) -> None:

@@ -474,6 +474,14 @@ REFUSED = (
     ("out=damaged",),
     ("out=odd",),
     ("out=lost",),
+    ("task=vt",),
+    ("backend.script=no_such_file",),
+    ("backend.delay_seconds=-1.0",),
+    ("backend=openai",),
+    ("backend=openai", "backend.base_url=ftp://x"),
+    ("backend=openai", "backend.base_url=http://127.0.0.1:9/v1", "backend.concurrency=0"),
+    ("backend=openai", "backend.serve.command=no_such_program --port {port}"),
+    ("arms=[reference]", "backend@reference=openai"),
 )
 """Settings that a run refuses before or when it starts its engine."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import socket
 import threading
 from collections.abc import Coroutine
@@ -24,10 +25,9 @@ from backends.base import (
 )
 from backends.openai_server import settings as checks
 from backends.openai_server.answers import Answer
+from backends.openai_server.checked import checked
 from backends.openai_server.connection import Connection, Refused, Unreachable
 from backends.openai_server.offer import Offer, Trial, offered
-from backends.openai_server.retry import Policy
-from backends.openai_server.secret import Key
 from backends.openai_server.serve import Server, free_port, new_log
 
 Found = TypeVar("Found")
@@ -89,23 +89,27 @@ class OpenAIServer:
                 requests as they must be.
             ServerFailed: the server ended before it was ready, or was not in time.
         """
-        self._serve = checks.serve_settings(serve)
-        self._key = Key.from_environment(api_key_env)
-        self._refuse_key_in({"base_url": base_url, "model": model, "extra": extra, "serve": serve})
-        self._url = checks.base_url(base_url, self._serve)
-        self._api = checks.one_of("api", api, checks.APIS)
-        self._check_length = check_length
-        self.concurrency = checks.whole("concurrency", concurrency, 1, checks.MAX_CONCURRENCY)
-        self._policy = Policy(
-            checks.whole("retries", retries, 0, checks.MAX_RETRIES),
-            checks.seconds("backoff_seconds", backoff_seconds),
-            checks.seconds("max_wait_seconds", max_wait_seconds),
+        found = checked(
+            base_url=base_url,
+            model=model,
+            api=api,
+            prompt=prompt,
+            api_key_env=api_key_env,
+            verify=verify,
+            concurrency=concurrency,
+            request_seconds=request_seconds,
+            retries=retries,
+            backoff_seconds=backoff_seconds,
+            max_wait_seconds=max_wait_seconds,
+            extra=extra,
+            serve=serve,
         )
-        self._request_seconds = checks.seconds("request_seconds", request_seconds)
+        self._serve, self._key, self._url = found.serve, found.key, found.url
+        self._api, self._extra = found.trial.api, found.trial.extra
+        self._policy, self._request_seconds = found.policy, found.request_seconds
+        self._check_length = check_length
         self._verify = verify
-        self._extra = checks.extra_fields(extra)
-        trial = Trial(self._api, checks.one_of("prompt", prompt, checks.PROMPTS), self._extra)
-        context = checks.tls(verify)
+        self.concurrency = found.concurrency
 
         self._tasks: dict[int, asyncio.Task[Answer]] = {}
         self._server: Server | None = None
@@ -120,13 +124,13 @@ class OpenAIServer:
             self._connection = connection = Connection(
                 address,
                 key=self._key,
-                verify=context,
+                verify=found.tls,
                 policy=self._policy,
                 request_seconds=self._request_seconds,
                 is_gone=self._is_gone,
             )
             self._wait_until_ready(connection)
-            self._offer = self._learn(connection, trial, model)
+            self._offer = self._learn(connection, found.trial, model)
             self._max_model_len = self._limit(max_model_len)
         except BaseException:
             self.close()
@@ -142,15 +146,21 @@ class OpenAIServer:
             "backend.serve.command, which starts one for each sample"
         )
 
-    # --- start ----------------------------------------------------------------------------------
+    @staticmethod
+    def refuse_early(_prompt: str, /, **arguments: Any) -> None:
+        """Refuse what the constructor refuses before it starts or asks anything; see dry_run.py.
 
-    def _refuse_key_in(self, settings: dict[str, Any]) -> None:
-        for name, value in settings.items():
-            if self._key.is_in(value):
-                raise ConfigurationError(
-                    f"backend.{name}: holds the key, which would be written down; leave it to the "
-                    f"environment variable {self._key.variable}."
-                )
+        Args:
+            arguments: the constructor's.
+
+        Raises:
+            ConfigurationError: a setting is wrong.
+        """
+        defaults = inspect.signature(OpenAIServer).parameters
+        names = inspect.signature(checked).parameters
+        checked(**{name: arguments.get(name, defaults[name].default) for name in names})
+
+    # --- start ----------------------------------------------------------------------------------
 
     def _start(self, model_path: str | None, run_folder: str | None) -> str:
         """Start the server where there is a command; return the address."""
