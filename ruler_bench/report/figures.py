@@ -38,9 +38,16 @@ def write_figures(folder: Path, digests: Sequence[Digest]) -> bool:
 
 
 def _name(one: Digest) -> str:
+    """Return what tells a row from others: the start, and settings on a line of their own."""
     row = one.row
     parts = (row.task, str(row.length_tokens), row.backend, row.model, one.arm)
-    return visible(" ".join(parts), 60)
+    name = visible(" ".join(parts), 60)
+    return f"{name}\n{visible(row.settings, 60)}" if row.settings else name
+
+
+def _high(digests: Sequence[Digest]) -> float:
+    """Return the height of the rows, in inches: more where names have two lines."""
+    return len(digests) * (0.35 if any(one.row.settings for one in digests) else 0.25)
 
 
 def _depth(path: Path, digests: Sequence[Digest]) -> None:
@@ -48,7 +55,7 @@ def _depth(path: Path, digests: Sequence[Digest]) -> None:
 
     if not digests:
         return
-    figure, axes = _axes(8.0, 1.2 + 0.25 * len(digests))
+    figure, axes = _axes(8.0, 1.2 + _high(digests))
     grid = [[float("nan") if cell is None else cell[0] for cell in one.depths] for one in digests]
     colours = LinearSegmentedColormap.from_list("score", [COLOURS[2], COLOURS[0]])
     axes.imshow(grid, vmin=0, vmax=100, cmap=colours, aspect="auto")
@@ -74,7 +81,7 @@ def _indices(path: Path, digests: Sequence[Digest]) -> None:
     for y, one in enumerate(digests):
         for shown in one.shown:
             grid[y][place[shown.ordinal]] = STATES.index(shown.state)
-    figure, axes = _axes(min(16.0, 5.5 + 0.08 * len(ordinals)), 1.4 + 0.25 * len(digests))
+    figure, axes = _axes(min(16.0, 5.5 + 0.08 * len(ordinals)), 1.4 + _high(digests))
     axes.imshow(grid, vmin=-0.5, vmax=3.5, cmap=ListedColormap(COLOURS), aspect="auto",
                 interpolation="nearest")  # fmt: skip
     for y in range(1, len(digests)):
