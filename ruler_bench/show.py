@@ -231,7 +231,7 @@ def _times(records: Sequence[Record]) -> Iterator[str]:
 IN_ORDER = "ordinal"
 OWN_KEYS = frozenset(
     {"arms", "indices", "num_samples", "out", "overwrite", "dry_run", "minimise", "suite", "task",
-     "length", "stop_on", "engine_per", "workers", "fresh.on", "fresh.audit"}
+     "length", "stop_on", "engine_per", "workers", "fresh.on", "fresh.audit", "progress"}
 )  # fmt: skip
 """Settings that the command below has its own of, or that change no answer of one sample."""
 
@@ -259,25 +259,27 @@ def _commands(run: RunFolder, records: Sequence[Record]) -> Iterator[str]:
 
 
 def command(run: RunFolder, arm: str, indices: str) -> str:
-    """Return the command that asks these samples in one arm: the run's own, narrowed down."""
+    """Return the command that asks these samples in one arm: the run's own, narrowed down.
+
+    Of a key that was given more than once the last counts, as it did in the run.
+    """
     words = [str(word) for word in run.manifest.get("command") or []][3:]
     swept = bool({"-m", "--multirun"} & set(words))
     config = run.manifest.get("config") or {}
-    kept = []
+    kept: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         key = key.lstrip("+")
         if not equals or key in OWN_KEYS:
             continue
-        if swept and _is_choice(value):
-            kept.append(f"{key}={_own_value(run.manifest, config, key)}")
-        else:
-            kept.append(word)
+        kept.pop(key, None)  # the place of the last one counts, too
+        is_varied = swept and _is_choice(value)
+        kept[key] = f"{key}={_own_value(run.manifest, config, key)}" if is_varied else word
     manifest = run.manifest
     own = [f"task={manifest['task']}", f"length={manifest['length']}", f"arms=[{arm}]"]
     own += ["fresh.on=all"] * run.facts[arm].arm.is_fresh
     own += [f"indices=[{indices}]", f"out=again_{arm}_{indices.replace(',', '_')}"]
-    return shlex.join(["python", "-m", "ruler_bench", *kept, *own])
+    return shlex.join(["python", "-m", "ruler_bench", *kept.values(), *own])
 
 
 def _is_choice(value: str) -> bool:

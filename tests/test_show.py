@@ -75,6 +75,18 @@ def test_the_command_of_a_sweep_is_that_of_its_run(asked):
     )
 
 
+def test_the_command_has_each_key_once_and_nothing_that_changes_no_answer(asked):
+    run = read_run(asked)
+    run.manifest["command"] = [
+        "python", "-m", "ruler_bench", "backend=gpu_only", "backend.wrong=[0]", "progress=none",
+        "+backend.more=a", "backend=oracle", "seed=1", "seed=42", "++backend.more=b",
+    ]  # fmt: skip
+    assert command(run, "persistent", "1") == (
+        "python -m ruler_bench 'backend.wrong=[0]' backend=oracle seed=42 ++backend.more=b "
+        "task=niah_single_1 length=1024 'arms=[persistent]' 'indices=[1]' out=again_persistent_1"
+    )
+
+
 def test_an_output_cannot_speak_to_the_terminal(asked):
     path = asked / "records.jsonl"
     lines = []

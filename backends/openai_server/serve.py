@@ -90,7 +90,10 @@ class Server:
         while not is_ready():
             ending = self.ending()
             if ending is not None:
-                raise ServerFailed(f"the server {ending} before it was ready; {self.last_words()}")
+                raise ServerFailed(
+                    f"backend.serve.command: the server {ending} before it was ready; "
+                    f"{self.last_words()}"
+                )
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"the server was not ready within backend.serve.startup_seconds="

@@ -126,7 +126,8 @@ def test_it_does_not_outlive_a_process_that_is_killed(command, tmp_path, number)
 
 def test_one_that_ends_at_once_or_is_never_ready_is_told_with_its_last_words(build, command):
     failing = [sys.executable, "-S", "-c", "print('no GPU here'); raise SystemExit(3)", "{port}"]
-    with pytest.raises(ServerFailed, match=r"ended with status 3 .* no GPU here"):
+    said = r"^backend.serve.command: the server ended with status 3 .* no GPU here"
+    with pytest.raises(ServerFailed, match=said):
         build(serve={"command": failing})
     slow = {"command": command("--start-seconds", "30"), "startup_seconds": 0.3}
     with pytest.raises(ServerFailed, match=r"was not ready within .*startup_seconds=0.3"):
