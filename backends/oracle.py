@@ -119,8 +119,10 @@ def answer_from_needles(prompt: str) -> str:
 
     Raises:
         ConfigurationError: the prompt holds no such question, and so no other of its task does.
-        RequestError: it holds no needle for one of its keys.
+        RequestError: it is empty, or holds no needle for one of its keys.
     """
+    if not prompt.strip():
+        raise RequestError("the prompt is empty")
     questions = _QUESTION.findall(prompt)
     if not questions:
         raise ConfigurationError(
