@@ -259,6 +259,9 @@ def cannot_start(bench: Bench, stream: Stream, failure: Failure) -> UsageError:
     target = bench.cell.backend_settings["_target_"]
     if stream.arm in REFERENCES:
         target = bench.references[0].settings["_target_"]
+    told = failure.message.partition(": ")[2]
+    if told.startswith("backend."):  # the engine's own words name the setting
+        return UsageError(f"{told}{again}")
     return UsageError(
         f"backend._target_={target}: the engine of arm {stream.arm} could not be built "
         f"({failure.message}); the traceback is in {bench.journal.error_log}.{again}"

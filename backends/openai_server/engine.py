@@ -112,6 +112,7 @@ class OpenAIServer:
         self.concurrency = found.concurrency
 
         self._tasks: dict[int, asyncio.Task[Answer]] = {}
+        self._running: set[asyncio.Task[Answer]] = set()  # all, also of requests with one number
         self._server: Server | None = None
         self._connection: Connection | None = None
         self._ends = threading.Lock()
@@ -263,12 +264,15 @@ class OpenAIServer:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[request.request_id] = task
+        self._running.add(task)
         try:
             assert self._connection is not None  # made before there is anything to ask
             body = self._offer.body(request)
             return await self._connection.ask(PATHS[self._api], body, self._api)
         finally:
-            self._tasks.pop(request.request_id, None)
+            self._running.discard(task)
+            if self._tasks.get(request.request_id) is task:
+                del self._tasks[request.request_id]
 
     def _compare_length(self, request: Request, answer: Answer) -> None:
         """Refuse a server whose tokenizer sees another prompt than the run made.
@@ -333,7 +337,7 @@ class OpenAIServer:
                 self._server.stop()
 
     async def _end(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks = list(self._running)
         for one in tasks:
             one.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -258,13 +259,20 @@ def test_the_key_is_in_no_error_nor_in_a_part(cli, workdir, monkeypatch, managed
     assert not any("sk-sec" in one for one in (*texts, finished.out, finished.err))
 
 
+def outside(workdir):
+    """Files beside the run folder and the cache, which the first run of a session fills."""
+    cache = Path(os.environ["RULER_BENCH_CACHE"])
+    found = workdir.parent.rglob("*")
+    return {one for one in found if "here" not in one.parts and cache not in (one, *one.parents)}
+
+
 def test_nothing_that_a_server_sends_is_evaluated_or_leaves_the_folder(
     cli, workdir, monkeypatch, managed
 ):
     """An answer, and a model's name, in the languages of whatever may read them later."""
     planted = "planted-5821"
     monkeypatch.setenv("PLANTED", planted)
-    before = {one for one in workdir.parent.rglob("*") if "here" not in one.parts}
+    before = outside(workdir)
     server = managed("--fault", "hostile", "--models", "../../${oc.env:PLANTED}/<script>x</script>")
     finished = cli(*RUN, *QUICK, server, "arms=[persistent,shuffled]", "num_samples=2")
     assert finished.status in (0, 1, 5), finished.err
@@ -278,8 +286,7 @@ def test_nothing_that_a_server_sends_is_evaluated_or_leaves_the_folder(
     assert "\x1b]0" not in finished.out + finished.err
     assert not any("<script>" in text for name, text in texts.items() if name.endswith(".html"))
     assert not any("\n=HYPER" in text for name, text in texts.items() if name.endswith(".csv"))
-    after = {one for one in workdir.parent.rglob("*") if "here" not in one.parts}
-    assert after == before
+    assert outside(workdir) == before
     assert not [one for one in (workdir / "here").rglob("*") if one.name in ("made", "x")]
 
 
@@ -372,3 +379,11 @@ def test_an_interrupt_ends_the_server_too(workdir):
     while time.monotonic() < deadline and "ended" not in log.read_text():
         time.sleep(0.02)
     assert "ended" in log.read_text()
+
+
+def test_a_server_that_ends_at_its_start_is_said_by_the_name_of_its_setting(cli, workdir):
+    finished = cli(*RUN, "backend=openai", "backend.serve.command='false {port}'", "num_samples=1")
+    assert finished.status == 2
+    (said,) = [one for one in finished.err.splitlines() if one.startswith("error")]
+    assert said.startswith("error: backend.serve.command: the server ended with status 1")
+    assert "Traceback" not in finished.err
