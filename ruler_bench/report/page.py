@@ -25,6 +25,7 @@ from ruler_bench.report.digest import (
     total_kinds,
     with_settings,
 )
+from ruler_bench.report.memory import PLANNED, planned_memory
 from ruler_bench.report.provenance import shared_and_own
 from ruler_bench.report.rows import Run
 from ruler_bench.report.strips import strips_of
@@ -245,8 +246,10 @@ def _timing(digests: Sequence[Digest]) -> tuple[list[str], list[list[str]]]:
         and any(columns[name](row) != "-" for row in rows)
     ]
     several = len({(row.task, row.length_tokens, row.backend, row.model) for row in rows}) > 1
+    plans = [planned_memory(one.manifest, one.arm) for one in digests[:LISTED_ROWS]]
+    planned = [title for title in PLANNED.values() if any(title in one for one in plans)]
     table = []
-    for one in digests[:LISTED_ROWS]:
+    for one, plan in zip(digests, plans, strict=False):
         name = ", ".join([*name_parts(one.row), one.arm]) if several else one.arm
         cells = [visible(name)]
         for measure in measures:
@@ -256,8 +259,9 @@ def _timing(digests: Sequence[Digest]) -> tuple[list[str], list[list[str]]]:
                 if spread is None
                 else f"{human_seconds(spread.median)} (95%: {human_seconds(spread.high)})"
             )
-        table.append([*cells, *(visible(columns[name](one.row)) for name in others)])
-    return ["arm", *(TIMES[name] for name in measures), *others], table
+        cells += [visible(columns[name](one.row)) for name in others]
+        table.append([*cells, *(plan.get(title, "-") for title in planned)])
+    return ["arm", *(TIMES[name] for name in measures), *others, *planned], table
 
 
 @dataclass(frozen=True)

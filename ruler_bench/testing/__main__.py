@@ -12,6 +12,18 @@ from ruler_bench.cli import USAGE_ERROR, JobResult, choices_and_overrides, print
 from ruler_bench.config import cells
 
 BROKEN = 1
+HELP = """\
+usage: python -m ruler_bench.testing backend=NAME [KEY=VALUE ...]
+
+Builds the backend a few times and asks it small requests: order, limits, stop reasons,
+determinism, release, error types, and what one request leaves for the next. Prints what holds
+and what does not.
+
+Keys are those of a run (python -m ruler_bench --help); backend, model, length, device and threads
+matter here.
+
+exit status: 0 the contract is kept, 1 it is not, 2 wrong usage
+"""
 
 
 def main() -> int:
@@ -19,6 +31,9 @@ def main() -> int:
 
     0 the contract is kept, 1 it is not, 2 wrong usage.
     """
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(HELP, end="")
+        return 0
     try:
         results = run_app("config", job)
     except ConfigurationError as error:

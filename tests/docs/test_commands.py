@@ -71,7 +71,7 @@ def test_each_module_starts_as_a_process():
     for name, process in started.items():
         out, err = process.communicate()
         assert process.returncode == 0, err.decode()
-        assert f"python -m {name}".removesuffix(".testing") in out.decode()
+        assert f"python -m {name} " in out.decode()
 
 
 def test_the_slurm_keys_are_the_launchers():

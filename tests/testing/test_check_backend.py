@@ -131,6 +131,13 @@ def test_what_the_first_constructor_raises_is_not_hidden(scripted):
 # --- from the command line; tests/backends/test_contract.py checks our own ------------------------
 
 
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_the_command_has_help_of_its_own(cli, word):
+    finished = cli(word, entry=main)
+    assert finished.status == 0
+    assert finished.out.startswith("usage: python -m ruler_bench.testing backend=NAME")
+
+
 def test_the_command_says_what_it_checked_and_what_it_could_not(cli):
     finished = cli("backend=oracle", f"length={LENGTH}", "device=cpu", entry=main)
     assert finished.status == 0, finished.out + finished.err
