@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
@@ -18,6 +17,14 @@ MAX_DELAY_SECONDS = 86_400
 _NEEDLE = re.compile(r"One of the special magic \w+ for (?P<key>[^:\n]+?) is: (?P<value>[^.\n]+)\.")
 _QUESTION = re.compile(r"special magic \w+ for (?P<keys>[^:\n]+?) mentioned in the provided text")
 _BETWEEN_KEYS = re.compile(r", and |, ")
+
+
+_NO_SCRIPT = (
+    "backend.script is missing: the oracle has no model and reads needles, and this task asks for "
+    "none. Give it the answers: python -m ruler_bench.prepare with the same settings and out=FILE "
+    "writes them, backend.script=FILE reads them; or choose a task niah_*, or a backend with a "
+    "model."
+)
 
 
 class Oracle:
@@ -87,8 +94,8 @@ class Oracle:
             ConfigurationError: a setting is wrong or missing.
         """
         oracle = cls(**arguments)
-        with contextlib.suppress(RequestError):  # of one sample
-            oracle._answer(prompt)
+        if oracle._answers is None and prompt.strip() and not _QUESTION.search(prompt):
+            raise ConfigurationError(_NO_SCRIPT)
 
     def _answer(self, prompt: str) -> str:
         if self._answers is None:
@@ -118,19 +125,13 @@ def answer_from_needles(prompt: str) -> str:
     """Return the values of the keys that the prompt asks for, in the order asked.
 
     Raises:
-        ConfigurationError: the prompt holds no such question, and so no other of its task does.
-        RequestError: it is empty, or holds no needle for one of its keys.
+        RequestError: the prompt asks for no needle, or holds none for one of its keys.
     """
     if not prompt.strip():
         raise RequestError("the prompt is empty")
     questions = _QUESTION.findall(prompt)
     if not questions:
-        raise ConfigurationError(
-            "backend.script is missing: the oracle has no model and reads needles, and this task "
-            "asks for none. Give it the answers: python -m ruler_bench.prepare with the same "
-            "settings and out=FILE writes them, backend.script=FILE reads them; or choose a task "
-            "niah_*, or a backend with a model."
-        )
+        raise RequestError(_NO_SCRIPT)
     values: dict[str, list[str]] = {}
     for needle in _NEEDLE.finditer(prompt):
         values.setdefault(needle["key"], []).append(needle["value"])

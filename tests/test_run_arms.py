@@ -474,7 +474,6 @@ REFUSED = (
     ("out=damaged",),
     ("out=odd",),
     ("out=lost",),
-    ("task=vt",),
     ("backend.script=no_such_file",),
     ("backend.delay_seconds=-1.0",),
     ("backend=openai",),

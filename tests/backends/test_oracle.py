@@ -72,8 +72,10 @@ def test_several_keys_in_the_order_asked():
 
 
 def test_a_prompt_without_question_or_needle_is_refused():
-    with pytest.raises(ConfigurationError, match=r"script is missing: .* asks for none"):
+    with pytest.raises(RequestError, match=r"script is missing: .* asks for none"):
         ask(Oracle(), "Question: who?")
+    with pytest.raises(ConfigurationError, match=r"script is missing: .* asks for none"):
+        Oracle.refuse_early("Question: who?")
     with pytest.raises(RequestError, match="the prompt is empty"):
         ask(Oracle(), " ")
     with pytest.raises(RequestError, match="no needle for 'c-d'"):
