@@ -1,6 +1,7 @@
 """qa_data=DIR and data=DIR on the command line: questions, and samples that are ready-made."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,41 @@ def test_any_answer_of_a_question_is_enough_and_all_of_a_chain_are_wanted(cli, w
     finished = cli("task=vt", "length=3000", *ORACLE, "backend.script=script.jsonl")
     assert finished.status == 0, finished.err
     assert [one["score"] for one in records(workdir)] == [100.0, pytest.approx(40)]
+
+
+def outside(workdir):
+    """Files beside the results, the samples and the cache, which the first run fills."""
+    cache = Path(os.environ["RULER_BENCH_CACHE"])
+    return {
+        one
+        for one in workdir.parent.rglob("*")
+        if not {"results", "ready"} & {*one.relative_to(workdir.parent).parts}
+        and cache not in (one, *one.parents)
+    }
+
+
+def test_nothing_in_ready_made_samples_leaves_the_run_folder(cli, workdir, prepared, monkeypatch):
+    """Names of files, and the languages of whatever may read them later."""
+    planted = "planted-5821"
+    monkeypatch.setenv("PLANTED", planted)
+    file = prepared("niah_single_1", 1024)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    hostile = "../../made/${oc.env:PLANTED}<script>x</script>"
+    for row in rows:
+        row["input"] = f"{hostile} {row['input']}"
+        row["outputs"] = [hostile, "=HYPERLINK(1)"]
+        row |= {"task": "../../made", "file": "/tmp/made", "name": hostile}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = outside(workdir)
+    finished = cli("task=niah_single_1", "length=1024", *ORACLE, "data=ready")
+    assert finished.status == 0, finished.err
+    assert outside(workdir) == before
+    written = [one for one in workdir.glob("results/**/*") if one.is_file()]
+    assert not any("made" in one.name for one in written)
+    texts = {one.name: one.read_text() for one in written}
+    assert not any(planted in one for one in (*texts.values(), finished.out, finished.err))
+    assert not any("<script>x" in text for name, text in texts.items() if name.endswith(".html"))
+    assert not any("\n=HYPER" in text for name, text in texts.items() if name.endswith(".csv"))
 
 
 def test_ready_made_samples_are_run(cli, workdir, prepared):
