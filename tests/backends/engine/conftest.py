@@ -1,6 +1,8 @@
 """Tiny models made on the spot, the packaged probe, and a short way to ask an engine."""
 
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +23,31 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def under_interpreter():
+    """Run a file of tests with Triton's kernels run by its interpreter; return what pytest said.
+
+    In a process of its own: Triton decides when it is imported whether it interprets.
+    """
+    pytest.importorskip("triton")
+
+    def run(file):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("PYTEST_")  # those of a worker that runs this test
+        }
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        found = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+        return found.stdout
+
+    return run
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ In a process with TRITON_INTERPRET=1, which the last test starts, they are made 
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -94,15 +92,5 @@ def test_a_cpu_lays_with_pytorch():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it starts this process")
-def test_under_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]  # those of a worker that runs this test
-    found = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
-    assert "3 passed, 1 skipped" in found.stdout
+def test_under_the_interpreter(under_interpreter):
+    assert "3 passed, 1 skipped" in under_interpreter(__file__)

@@ -5,8 +5,6 @@ Triton's; a process with TRITON_INTERPRET=1, which the last test starts, runs Tr
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -281,15 +279,5 @@ def test_few_tokens_through_one_set_of_kernels(small, ask, monkeypatch):
 
 
 @only_torch
-def test_under_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]  # those of a worker that runs this test
-    found = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
-    assert "4 passed" in found.stdout
+def test_under_the_interpreter(under_interpreter):
+    assert "4 passed" in under_interpreter(__file__)
