@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from backends.base import ConfigurationError
+from backends.engine.memory import Buffer
 from backends.engine.settings import require_name
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -26,6 +27,11 @@ _aten = torch.ops.aten
 HOPPER = 9
 NO_CAPABILITY = 1000
 """Above every GPU's compute capability."""
+PARTS_PER_PROCESSOR, PART_QUERIES, MOST_PARTS = 20, 64, 128
+"""What FlashAttention-2 cuts keys into: at most so many parts a multiprocessor, of so many queries
+and one head, and so many of one query. The first is the largest that num_splits_heuristic gives for
+84 to 148 multiprocessors and up to a million keys, rounded up: https://github.com/pytorch/pytorch/
+blob/v2.11.0/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
 
 
 class Attended(NamedTuple):
@@ -55,6 +61,15 @@ class Operands(NamedTuple):
 KernelFunction = Callable[[Operands], Attended]
 
 
+class CallSize(NamedTuple):
+    """What decides how much memory a call takes: at most so many rows, heads and numbers a head."""
+
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """An attention kernel by name, and where it can run.
@@ -66,6 +81,10 @@ class Kernel:
         capability: the GPU's least compute capability.
         capability_below: the first compute capability on which the package no longer runs.
         writes_out: whether the output goes to `out`; others allocate it for each call.
+        copies: how many outputs a call holds beside the one that it returns.
+        holds_scores: whether a call holds all scores, and its operands in float32.
+        sums_apart: whether few queries attend to parts of the keys at a time, which are then
+            summed, so that all multiprocessors have work.
     """
 
     name: str
@@ -77,6 +96,38 @@ class Kernel:
     capability: tuple[int, int] = (0, 0)
     capability_below: tuple[int, int] = (NO_CAPABILITY, 0)
     writes_out: bool = False
+    copies: int = 0
+    holds_scores: bool = False
+    sums_apart: bool = False
+
+
+def passing_buffers(
+    kernel: Kernel, size: CallSize, dtype: torch.dtype, device: torch.device
+) -> tuple[Buffer, ...]:
+    """Declare the room for what a call allocates, its output and log-sum-exp included.
+
+    Measured on an H200, kernel by kernel, no call takes more than 2 KiB beyond this.
+    """
+    queries, keys, heads, head_dim = size
+
+    def buffer(name: str, dims: tuple[int, ...], kind: torch.dtype = torch.float32) -> Buffer:
+        return Buffer(name, dims, kind, "device", "activations")
+
+    held = kernel.copies + 1
+    buffers: tuple[Buffer, ...] = (buffer("log_sum_exp", (held, queries, heads)),)
+    if kernel.holds_scores:
+        buffers += (
+            buffer("scores", (2, heads, queries, keys)),
+            buffer("float32_operands", (queries + 2 * keys, heads, head_dim)),
+        )
+    if kernel.sums_apart:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        rows = min(processors * PARTS_PER_PROCESSOR * PART_QUERIES, queries * heads * MOST_PARTS)
+        buffers += (buffer("parts", (rows, head_dim + 1)),)
+    if kernel.writes_out:
+        return buffers
+    kind = torch.float32 if kernel.holds_scores else dtype
+    return (*buffers, buffer("output", (held, queries, heads, head_dim), kind))
 
 
 def attention(
@@ -267,12 +318,13 @@ KERNELS = {
             package="flash_attn",
             extra="flash",
             capability=(8, 0),
+            sums_apart=True,
         ),
         Kernel("cudnn", _cudnn, ("cuda",), _HALF, capability=(8, 0)),
-        Kernel("flash", _flash, ("cuda",), _HALF, capability=(8, 0)),
-        Kernel("efficient", _efficient, ("cuda",), _ALL),
-        Kernel("flash_cpu", _flash_cpu, ("cpu",), _ALL),
-        Kernel("math", _math, ("cpu", "cuda"), _ALL),
+        Kernel("flash", _flash, ("cuda",), _HALF, capability=(8, 0), sums_apart=True),
+        Kernel("efficient", _efficient, ("cuda",), _ALL, copies=1),
+        Kernel("flash_cpu", _flash_cpu, ("cpu",), _ALL, copies=1),
+        Kernel("math", _math, ("cpu", "cuda"), _ALL, copies=2, holds_scores=True),
     )
 }
 AUTO_ORDER = {

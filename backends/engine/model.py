@@ -255,8 +255,8 @@ class Decoder:
                 return None
             if index == last:
                 query, hidden = query[rows - 1 :], hidden[rows - 1 :]
-            attended = rooms.attend(index, query)
-            self._mix(layer, hidden, attended.flatten(1))
+            # Without a name, so that it is given back before the next layer's is allocated.
+            self._mix(layer, hidden, rooms.attend(index, query).flatten(1))
             if observer is not None:
                 observer.layer_done(index, hidden)
         normed = work.normed[:1]

@@ -11,7 +11,7 @@ import torch
 
 from backends.base import ConfigurationError
 from backends.engine import faults
-from backends.engine.attention import Kernel, choose_kernel
+from backends.engine.attention import CallSize, Kernel, choose_kernel, passing_buffers
 from backends.engine.block_attention import (
     block_buffers,
     block_passing_buffers,
@@ -158,13 +158,9 @@ class Blueprint:
     def passing_buffers(self) -> tuple[Buffer, ...]:
         """Declare the room for what a step allocates and gives back."""
         rows, heads = self.chunk_tokens, self.shape.heads
-        # That of the piece before is still held while the next is attended to.
-        pieces = 2 if self.merges else 1
-        log_sum_exp = Buffer(
-            "log_sum_exp", (pieces, rows, heads), torch.float32, "device", "activations"
-        )
+        size = CallSize(rows, max(rows, self.attend_tokens), heads, self.shape.head_dim)
         tokens = Buffer("tokens", (rows,), torch.int64, "device", "activations")
-        buffers: tuple[Buffer, ...] = (log_sum_exp, tokens)
+        buffers = (tokens, *passing_buffers(self.kernel, size, self.dtype, self.device))
         if self.policy.sparse:
             buffers += block_passing_buffers(
                 self.device,
@@ -174,10 +170,7 @@ class Blueprint:
                 queries=rows,
                 keys=self.context_tokens,
             )
-        if self.kernel.writes_out:
-            return buffers
-        dims = (rows, heads, self.shape.head_dim)
-        return (*buffers, Buffer("output", dims, self.dtype, "device", "activations"))
+        return buffers
 
     def plan(self) -> MemoryPlan:
         """Return the whole plan."""

@@ -68,6 +68,7 @@ class Attention:
             else:
                 self._start_merge(part)
                 merging = True
+            del part  # before the next is allocated, as the memory plan has it
         if not merging:
             raise AssertionError("a step without keys")
         out = self._work.attended[: query.shape[0]]

@@ -1,5 +1,6 @@
 """The memory plan of an engine: what it says, what is allocated, and what is refused."""
 
+import dataclasses
 import gc
 import math
 import re
@@ -7,10 +8,12 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backends.base import ConfigurationError
 from backends.engine import engine as engine_module
 from backends.engine import gpu_only, offload, offload_layerwise, xattn
+from backends.engine.attention import KERNELS
 
 GIB = 2**30
 CUTS = {"chunk_tokens": 32, "attend_tokens": 16}
@@ -43,7 +46,10 @@ PRESETS = {
 every_preset = pytest.mark.parametrize(("build", "settings"), PRESETS.values(), ids=PRESETS.keys())
 
 
-PASSING = {"output", "log_sum_exp", "tokens", "selection", "chosen_blocks", "gathered", "mask"}
+PASSING = {
+    *("output", "log_sum_exp", "scores", "float32_operands"),
+    *("tokens", "selection", "chosen_blocks", "gathered", "mask"),
+}
 
 
 def gib(nbytes):
@@ -96,6 +102,23 @@ def test_the_plan_is_what_is_allocated(build, settings, tiny, ask, storage_bytes
     engine.close()
     del engine
     assert sum(storage_bytes()) < 100
+
+
+@every_preset
+def test_a_step_holds_one_output_of_its_kernel_at_a_time(build, settings, tiny, ask, monkeypatch):
+    kernel, held, calls = KERNELS["flash_cpu"], [], []
+
+    def run(of):
+        assert all(one.expired() for one in held)
+        found = kernel.run(of)
+        held[:] = [StorageWeakRef(one.untyped_storage()) for one in found]
+        calls.append(of.query.shape[0])
+        return found
+
+    engine = build(model_path=str(tiny), **settings)
+    monkeypatch.setattr(engine._attention, "_kernel", dataclasses.replace(kernel, run=run))
+    ask(engine, 150, 4)
+    assert len(calls) >= 2 or build is xattn
 
 
 def test_the_weights_of_the_plan_are_those_of_the_file(tiny):
