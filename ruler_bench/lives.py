@@ -285,6 +285,7 @@ class ProcessLife:
             StartFailed: the engine's own code failed, or its process died or hung.
         """
         self._timeout_seconds = timeout_seconds
+        self._end_lock = threading.RLock()
         self._output = tempfile.NamedTemporaryFile(  # noqa: SIM115 (lives as long as the process)
             mode="r", prefix="ruler_bench_", suffix=".log", errors="replace"
         )
@@ -327,27 +328,35 @@ class ProcessLife:
 
     def _receive(self, what: str) -> Any:
         """Return the process's next message, or a Failure where it died or took too long."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return Failure("EngineDied: the engine's process is over", is_over=True)
-        if not self._connection.poll(self._timeout_seconds):
-            self.end()
-            return Failure(
-                f"EngineHung: {what} took more than timeout_seconds={self._timeout_seconds:g}; the "
-                "engine's process was ended",
-                self._last_printed(),
-                is_over=True,
-            )
         try:
-            return self._connection.recv()
+            if self._connection.poll(self._timeout_seconds):
+                return self._connection.recv()
         except (EOFError, OSError):
-            process = self._process
-            process.join(CLOSE_SECONDS)
+            self._join(process, CLOSE_SECONDS)
             self.end()
             return Failure(
                 f"EngineDied: the engine's process ended during {what} ({_ending(process)})",
                 self._last_printed(),
                 is_over=True,
             )
+        self.end()
+        return Failure(
+            f"EngineHung: {what} took more than timeout_seconds={self._timeout_seconds:g}; the "
+            "engine's process was ended",
+            self._last_printed(),
+            is_over=True,
+        )
+
+    def _join(self, process: BaseProcess, seconds: float | None) -> None:
+        """Wait for the end of the process, one thread at a time: only one is told its status."""
+        if self._end_lock.acquire(timeout=-1 if seconds is None else seconds):
+            try:
+                process.join(seconds)
+            finally:
+                self._end_lock.release()
 
     def _last_printed(self) -> str:
         """Return the last lines that the process printed, for errors.log."""
@@ -408,7 +417,7 @@ class ProcessLife:
                     f"{self._timeout_seconds:g}; the engine's process was ended"
                 )
         # What an engine left to run at exit has the same time.
-        process.join(self._timeout_seconds if failure is None else 1)
+        self._join(process, self._timeout_seconds if failure is None else 1)
         self.end()
         return failure
 
@@ -418,18 +427,21 @@ class ProcessLife:
         try:
             if process is not None:
                 process.terminate()
-                process.join(INTERRUPT_SECONDS)
+                self._join(process, INTERRUPT_SECONDS)
         finally:
             self.end()
 
     def end(self) -> None:
-        """End the process at once, whatever it does."""
-        process, self._process = self._process, None
+        """End the process at once, whatever it does; from any thread."""
+        process = self._process
         if process is not None:
-            process.kill()
-            process.join()
-            _PROCESSES.discard(process)
-        self._connection.close()
+            process.kill()  # so that a thread that waits for its end lets go of the lock
+        with self._end_lock:
+            process, self._process = self._process, None
+            if process is not None:
+                process.join()
+                _PROCESSES.discard(process)
+            self._connection.close()
 
 
 _STARTING = threading.Lock()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,30 @@ def test_an_interrupt_in_the_middle_of_a_request_closes_the_engine(tmp_path):
     life.interrupt()
     asking.join()
     assert (tmp_path / "closed").exists()
+
+
+def test_threads_that_end_a_process_at_once_close_its_pipe_once(monkeypatch):
+    closed = []
+    life = start("Slow")
+    close = life._connection._close
+
+    def slow_close():
+        closed.append(threading.get_ident())
+        time.sleep(0.05)
+        close()
+
+    monkeypatch.setattr(life._connection, "_close", slow_close)
+    with ThreadPoolExecutor(4) as pool:
+        for ended in [pool.submit(life.end) for _ in range(4)]:
+            ended.result()
+    assert len(closed) == 1
+
+
+def test_a_request_whose_process_another_thread_ends_is_told_so():
+    life = start("Slow", seconds=30)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(life.ask, request())
+        while not life.printed():
+            time.sleep(0.01)
+        life.end()
+        assert asked.result().answer.message.startswith("EngineDied: the engine's process ended")
