@@ -100,7 +100,7 @@ class Cell:
         minimise: look for the shortest sequence of requests that shows a leak or a race.
         note: what is said with the table.
         progress: how it is told how the run goes: one of PROGRESS.
-        is_diagnosis: whether the hypotheses of `ruler_bench.leak.diagnose` are answered. Arms that
+        is_diagnosis: whether the hypotheses of `ruler_bench.leak.diagnosis` are answered. Arms that
             the backend refuses are then left out.
     """
 

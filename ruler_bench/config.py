@@ -22,7 +22,7 @@ from ruler_bench.config_packages import register_config_packages
 from ruler_bench.errors import UsageError, unknown_name
 from ruler_bench.host import check_threads
 from ruler_bench.leak.arms import REFERENCES
-from ruler_bench.leak.diagnose import arms_of_diagnosis
+from ruler_bench.leak.diagnosis.hypotheses import arms_of_diagnosis
 from ruler_bench.result_folder import cell_folder, result_folder
 from ruler_bench.suites import Suite, check_engine_per, suite_tasks
 from ruler_bench.tasks import TaskSpec, make_task

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ruler_bench.cell import Cell
-    from ruler_bench.leak.diagnose import Row
+    from ruler_bench.leak.diagnosis.hypotheses import Row
     from ruler_bench.report import Run
     from ruler_bench.run import Outcome
 
@@ -135,6 +135,6 @@ def reproduce(cell: Cell, outcome: Outcome) -> int:
 
 def print_diagnosis(rows: Sequence[Row]) -> None:
     """Print the answers to the hypotheses."""
-    from ruler_bench.leak.diagnose import terminal_diagnosis  # noqa: PLC0415
+    from ruler_bench.leak.diagnosis.table import terminal_diagnosis  # noqa: PLC0415
 
     print(terminal_diagnosis(rows) + "\n")

@@ -11,12 +11,14 @@ from ruler_bench import manifest
 from ruler_bench.bench import Bench, recordings
 from ruler_bench.errors import UsageError, one_line
 from ruler_bench.journal import prompt_hash
+from ruler_bench.leak.diagnosis.evidence import Evidence
+from ruler_bench.leak.diagnosis.hypotheses import Row, diagnose
+from ruler_bench.leak.diagnosis.table import diagnosis_section, markdown_diagnosis
 from ruler_bench.leak.join import arm_facts
 from ruler_bench.report import Page, Run, Section, write_page, write_predictions, write_reports
 from ruler_bench.tasks import Sample
 
 if TYPE_CHECKING:
-    from ruler_bench.leak.diagnose import Row
     from ruler_bench.leak.verdict import Verdict
 
 
@@ -28,8 +30,6 @@ def diagnosis_of(bench: Bench, run: Run) -> list[Row] | None:
     """Return the answers to the hypotheses; None where none are asked, or nothing is recorded."""
     if not bench.cell.is_diagnosis or not run.records:
         return None
-    from ruler_bench.leak.diagnose import Evidence, diagnose  # noqa: PLC0415 (scipy takes long)
-
     return diagnose(
         Evidence.of(
             run.records,
@@ -113,8 +113,6 @@ def sections_of(diagnosis: Sequence[Row] | None) -> list[Section]:
     """Return what a page says of a diagnosis."""
     if diagnosis is None:
         return []
-    from ruler_bench.leak.diagnose import diagnosis_section  # noqa: PLC0415 (scipy takes long)
-
     return [diagnosis_section(diagnosis)]
 
 
@@ -127,7 +125,6 @@ def write_with_report(
     folder: Path, verdict: Verdict | None, diagnosis: Sequence[Row] | None = None
 ) -> None:
     """Write the files of a verdict and a diagnosis, and put both under the title of report.md."""
-    from ruler_bench.leak.diagnose import markdown_diagnosis  # noqa: PLC0415
     from ruler_bench.leak.report import markdown_verdict, write_verdict  # noqa: PLC0415
 
     write_verdict(folder, verdict, diagnosis)

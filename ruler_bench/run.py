@@ -35,7 +35,7 @@ from ruler_bench.suspects import audited, suspects, suspicious
 from ruler_bench.values import as_indices
 
 if TYPE_CHECKING:
-    from ruler_bench.leak.diagnose import Row
+    from ruler_bench.leak.diagnosis.hypotheses import Row
     from ruler_bench.leak.verdict import Verdict
 
 

@@ -22,7 +22,7 @@ from ruler_bench.leak.classes import (
     UNSTABLE,
     IndexVerdict,
 )
-from ruler_bench.leak.diagnose import Row
+from ruler_bench.leak.diagnosis.hypotheses import Row
 from ruler_bench.leak.verdict import SCHEMA_VERSION, Verdict
 from ruler_bench.report.tables import markdown_table
 from ruler_bench.report.text import markdown_cell, visible

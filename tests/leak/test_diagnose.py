@@ -5,21 +5,19 @@ import json
 import pytest
 
 from ruler_bench.leak.arms import kind_of, variant_of
-from ruler_bench.leak.diagnose import (
+from ruler_bench.leak.diagnosis.evidence import Evidence
+from ruler_bench.leak.diagnosis.hypotheses import (
     AGE,
-    CANNOT_SAY,
     CHUNKS,
     HYPOTHESES,
     MERGE,
-    NOT_SUPPORTED,
     POSITIONS,
     RACE,
-    SUPPORTED,
     SWITCHING,
-    Evidence,
     arms_of_diagnosis,
     diagnose,
 )
+from ruler_bench.leak.diagnosis.rules import CANNOT_SAY, NOT_SUPPORTED, SUPPORTED
 from ruler_bench.leak.join import ArmFacts
 
 OFFLOAD = {

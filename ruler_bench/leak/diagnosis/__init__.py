@@ -1,0 +1,1 @@
+"""`experiment=diagnose`: what may lose answers with long prompts, and arms that tell."""
