@@ -9,18 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import Generation
-from ruler_bench.leak.reproducer import (
-    BITS,
-    ERROR,
-    TEXT,
-    TOKENS,
-    Answer,
-    Ask,
-    Limits,
-    NotReproduced,
-    Search,
-    change,
-)
+from ruler_bench.leak.probe import BITS, ERROR, TEXT, TOKENS, Answer, Ask, change
+from ruler_bench.leak.search import Limits, NotReproduced, Search
 from ruler_bench.leak.shrink import ddmin, last_that_show, smaller_items
 from ruler_bench.lives import Failure, Reply
 from ruler_bench.minimise import main

@@ -50,10 +50,10 @@ def difference(a: Record, b: Record, bit_by_bit: bool) -> Difference | None:
     """
     if a.output_tokens is None or b.output_tokens is None:
         return _text_difference(a.output or "", b.output or "")
-    tokens = _first(a.output_tokens, b.output_tokens)
+    tokens = first_difference(a.output_tokens, b.output_tokens)
     bits = None
     if bit_by_bit and a.logits_digest is not None and b.logits_digest is not None:
-        bits = _first(a.logits_digest, b.logits_digest)
+        bits = first_difference(a.logits_digest, b.logits_digest)
     if tokens is None:
         return None if bits is None else Difference("bits", bits)
     first = tokens if bits is None else min(tokens, bits)
@@ -65,7 +65,8 @@ def has_bits(a: Record, b: Record) -> bool:
     return a.logits_digest is not None and b.logits_digest is not None
 
 
-def _first(a: Sequence[object], b: Sequence[object]) -> int | None:
+def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
+    """Return the first place at which two sequences differ, or one ends; None where none is."""
     shorter = min(len(a), len(b))
     for place in range(shorter):
         if a[place] != b[place]:
@@ -75,7 +76,7 @@ def _first(a: Sequence[object], b: Sequence[object]) -> int | None:
 
 def _text_difference(a: str, b: str) -> Difference | None:
     # What cuts an output at a stop word may or may not leave the blank before it.
-    found = _first(a.strip(), b.strip())
+    found = first_difference(a.strip(), b.strip())
     return None if found is None else Difference("text", found)
 
 
@@ -191,7 +192,7 @@ def _margin_differences(a: Record, b: Record) -> list[float]:
         return []
     if a.top2_margin is None or b.top2_margin is None:
         return []
-    agreed = _first(a.output_tokens, b.output_tokens)
+    agreed = first_difference(a.output_tokens, b.output_tokens)
     return [
         abs(one - other)
         for one, other in zip(a.top2_margin[:agreed], b.top2_margin[:agreed], strict=False)

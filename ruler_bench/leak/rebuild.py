@@ -27,7 +27,8 @@ from ruler_bench.leak.join import (
     arm_facts,
     bits_differ_by,
 )
-from ruler_bench.leak.reproducer import Ask, Engine, Start
+from ruler_bench.leak.probe import Ask, Start
+from ruler_bench.leak.reproducer import Engine
 from ruler_bench.lives import Life, LocalLife, ProcessLife, StartFailed
 from ruler_bench.manifest import RECORDS, read_manifest
 from ruler_bench.questions import Questions
