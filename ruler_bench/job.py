@@ -122,7 +122,7 @@ def print_findings(cell: Cell, outcome: Outcome, is_sweep: bool) -> None:
 
 def reproduce(cell: Cell, outcome: Outcome) -> int:
     """With minimise=true, look for the smallest reproducer; return the status of the whole."""
-    from ruler_bench.minimise import after_run  # noqa: PLC0415 (it builds engines)
+    from ruler_bench.minimise_search import after_run  # noqa: PLC0415 (it builds engines)
 
     if outcome.verdict is None or outcome.status == INTERRUPTED:
         return outcome.status
