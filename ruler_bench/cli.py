@@ -317,6 +317,7 @@ def _check_values(arguments: list[str]) -> None:
 
 
 REFERENCE_GROUP = "backend@reference"
+LAUNCHER_KEYS = (f"{LAUNCHER}=", "hydra.launcher.")
 GROUPS = ("task", "suite", "backend", "model", "experiment", "fresh")
 _CHOICES = re.compile(r"[A-Za-z_][\w-]*(,[A-Za-z_][\w-]*)*")
 
@@ -419,7 +420,9 @@ def _unknown_key(key: str, config_name: str) -> UsageError:
     # A dotted key belongs to one group: listing that group's keys says more than listing all.
     prefix = key.rpartition(".")[0]
     siblings = [one for one in known if one.rpartition(".")[0] == prefix]
-    close = nearest(key, known)
+    end = key.rpartition(".")[2]  # of a run's own key that begins alike, given as a group's
+    above = [one for one in known if one[:3] == end[:3] and "." not in one]
+    close = nearest(key, known) or nearest(end, above)
     hint = f" Did you mean {close}?" if close else ""
     return UsageError(f"unknown key {key}.{hint} Allowed: {', '.join(siblings or known)}.")
 
@@ -438,6 +441,22 @@ def _known_keys(config_name: str, with_hydra: bool = False) -> list[str]:
         except (HydraException, OmegaConfBaseException):
             config = hydra.compose(config_name)
     return sorted(_flat_keys(OmegaConf.to_container(config)))
+
+
+def check_launcher_settings(arguments: Iterable[str]) -> None:
+    """Refuse what a launcher would refuse, without starting one: a dry run leaves its words out.
+
+    Raises:
+        UsageError: the launcher or a key of it does not exist, or has a wrong value.
+    """
+    chosen = [one for one in arguments if one.lstrip("+").startswith(LAUNCHER_KEYS)]
+    _check_values(chosen)
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
+        try:
+            hydra.compose("config", chosen, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _in_our_words(error, "config") from error
 
 
 def _flat_keys(values: Any, prefix: str = "") -> list[str]:

@@ -24,10 +24,12 @@ from hydra.errors import HydraException
 from backends.base import ConfigurationError
 from ruler_bench.cli import (
     INTERRUPTED,
+    LAUNCHER_KEYS,
     SAMPLE_ERRORS,
     USAGE_ERROR,
     JobResult,
     asks_for_multirun,
+    check_launcher_settings,
     compose_and_call,
     print_error,
     read_statuses,
@@ -44,7 +46,6 @@ from ruler_bench.manifest import now
 
 SWEEPS = Path("results") / ".sweeps"
 NOT_RUN = "Jobs that did not run or did not end"
-LAUNCHER_KEYS = ("hydra/launcher=", "hydra.launcher.")
 STOPPED = "interrupted; the same command goes on"
 FAILED_TITLES = ("settings", "why")
 
@@ -59,6 +60,7 @@ def run_sweep() -> int:
     arguments = sys.argv[1:]
     alone = [one for one in arguments if not one.lstrip("+").startswith(LAUNCHER_KEYS)]
     if "dry_run=true" in arguments:  # what would run is said here and now
+        check_launcher_settings(arguments)
         arguments = alone
     check_jobs(arguments)
     planned = planned_jobs(arguments)

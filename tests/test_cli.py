@@ -19,6 +19,7 @@ BAD_LINES = {
     "experiment=smok": "unknown experiment 'smok'. Did you mean 'smoke'?",
     "template=meta-llama": "Did you mean 'meta-llama3'?",
     "lenght=4096": "unknown key lenght. Did you mean length?",
+    "backend.timout=3": "unknown key backend.timout. Did you mean timeout_seconds?",
     "backend.wrng=[1]": "unknown key backend.wrng. Did you mean backend.wrong?",
     "+backend.wrng=[1]": "unknown key 'backend.wrng'. Did you mean 'backend.wrong'?",
     "+lenght=4096": "unknown key 'lenght'. Did you mean 'length'?",

@@ -45,9 +45,13 @@ REFUSED = {
 }
 
 
+either_way = pytest.mark.parametrize("more", [(), ("dry_run=true",)], ids=["run", "dry run"])
+
+
+@either_way
 @pytest.mark.parametrize("line", REFUSED)
-def test_a_wrong_launcher_or_key_is_one_line_with_the_nearest(cli, joblib, line):
-    finished = cli(*SWEEP, "hydra/launcher=gpus", line)
+def test_a_wrong_launcher_or_key_is_one_line_with_the_nearest(cli, joblib, line, more):
+    finished = cli(*SWEEP, "hydra/launcher=gpus", line, *more)
     assert finished.status == 2
     (words,) = finished.err.splitlines()
     assert words.startswith("error: ")
@@ -64,9 +68,12 @@ DROPPED = {
 }
 
 
+@either_way
 @pytest.mark.parametrize("line", DROPPED)
-def test_a_setting_that_a_sweep_cannot_take_is_refused_with_what_to_do(cli, workdir, joblib, line):
-    finished = cli(*SWEEP, *line)
+def test_a_setting_that_a_sweep_cannot_take_is_refused_with_what_to_do(
+    cli, workdir, joblib, line, more
+):
+    finished = cli(*SWEEP, *line, *more)
     assert finished.status == 2
     (words,) = finished.err.splitlines()
     assert DROPPED[line] in words
