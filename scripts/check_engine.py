@@ -22,17 +22,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `scripts` and `ruler_bench`, wherever this is run from
 
 from backends.base import ConfigurationError  # noqa: E402
+from ruler_bench.command_line import terminable  # noqa: E402
 from ruler_bench.device import device_name  # noqa: E402
 from ruler_bench.errors import UsageError, unknown_name  # noqa: E402
 from ruler_bench.model_files import model_folder  # noqa: E402
@@ -224,13 +223,11 @@ def prove(options: argparse.Namespace, ledger: Ledger, launch: Launch) -> int:
         if not chosen:
             raise UsageError(f"{options.out}: holds no check that could be rendered.")
     else:
-        before = signal.signal(signal.SIGTERM, _interrupt)
         try:
-            run_checks(options, ledger, launch)
+            with terminable():
+                run_checks(options, ledger, launch)
         except KeyboardInterrupt:
             status = INTERRUPTED
-        finally:
-            signal.signal(signal.SIGTERM, before)
     verdicts = write_report(ledger)
     for verdict in verdicts:
         print(verdict_line(verdict))
@@ -241,10 +238,6 @@ def prove(options: argparse.Namespace, ledger: Ledger, launch: Launch) -> int:
         return WRONG
     passed = {verdict.name: verdict.passed for verdict in verdicts}
     return PROVEN if all(passed[name] for name in chosen) else NOT_PROVEN
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def run_checks(options: argparse.Namespace, ledger: Ledger, launch: Launch) -> None:

@@ -17,19 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `scripts` and `ruler_bench`, wherever this is run from
 
-from backends.base import ConfigurationError  # noqa: E402
+from ruler_bench.command_line import GOES_ON, status_of, terminable  # noqa: E402
 from ruler_bench.device import device_name  # noqa: E402
 from ruler_bench.errors import UsageError, one_line, unknown_name  # noqa: E402
 from ruler_bench.journal import read_run  # noqa: E402
@@ -41,9 +39,9 @@ from ruler_bench.report.tables import markdown_table  # noqa: E402
 from ruler_bench.report.text import code_block, human_number, human_seconds, markdown_cell  # noqa: E402
 from ruler_bench.sharing import portable_path  # noqa: E402
 from ruler_bench.values import resolve_device  # noqa: E402
-from scripts.founding.launch import INTERRUPTED, Launch, Processes  # noqa: E402
+from scripts.founding.launch import Launch, Processes  # noqa: E402
 
-DONE, FAILED, WRONG = 0, 1, 2
+DONE, FAILED = 0, 1
 TABLE, MANIFEST, RUNS, LOGS = "smollm2.md", "manifest.json", "runs", "logs"
 PROCESSES = {"cpu": 1, "cuda": 4}
 MADE_UP = ROOT / "tests" / "data" / "qa"
@@ -72,25 +70,26 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     """Measure or render; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        if not options.render:
-            check_options(options)
-            begin(options, words)
-            measure(options, launch or Processes())
-        return write(options.out)
-    except KeyboardInterrupt:
-        print("Interrupted: the same command goes on.", file=sys.stderr)
-        return INTERRUPTED
-    except ConfigurationError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return WRONG
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with terminable():
+        return status_of(lambda: run(options, words, launch or Processes()), GOES_ON)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def run(options: argparse.Namespace, words: Sequence[str], launch: Launch) -> int:
+    """Measure what is missing, unless only the table is asked for, and write it.
+
+    Args:
+        options: the command line.
+        words: the same as typed, for the manifest.
+        launch: runs the harness.
+
+    Raises:
+        UsageError: an option is wrong, or the folder is another's.
+    """
+    if not options.render:
+        check_options(options)
+        begin(options, words)
+        measure(options, launch)
+    return write(options.out)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

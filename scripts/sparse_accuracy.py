@@ -19,19 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `scripts` and `ruler_bench`, wherever this is run from
 
 from backends.base import ConfigurationError  # noqa: E402
+from ruler_bench.command_line import GOES_ON, USAGE_ERROR, status_of, terminable  # noqa: E402
 from ruler_bench.device import device_name  # noqa: E402
 from ruler_bench.errors import UsageError, one_line, unknown_name  # noqa: E402
 from ruler_bench.manifest import now, versions  # noqa: E402
@@ -43,7 +42,7 @@ from scripts.accuracy.policies import DEFAULT, FULL, PolicySpec, parse_policies,
 from scripts.accuracy.table import Result, render, write_csv  # noqa: E402
 from scripts.check.questions import TASKS, Batch, Source, prepare  # noqa: E402
 
-DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED = 0, 1
 TABLE, CSV, MANIFEST, LOGS = "table.md", "accuracy.csv", "manifest.json", "logs"
 LENGTHS = (4096, 32768)
 NAMED_MODELS = ("probe", "smollm2")
@@ -56,35 +55,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or render; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    with terminable():
+        return status_of(lambda: run(options, words), GOES_ON)
+
+
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do what the options ask for and return the exit status.
+
+    Args:
+        options: the command line.
+        words: the same as typed, for the manifest and the workers.
+
+    Raises:
+        ConfigurationError: an option is wrong, or of a worker the engine cannot be built.
+    """
+    if options.render:
+        return write(options.out)
+    check_options(options)
+    if options.prepare_only:
+        return prepare_data(options)
+    plan = plan_of(options)
+    if options.worker is not None:
+        run_policy(plan, parse_policy(options.worker))
+        return DONE
+    begin(options, plan, words)
     try:
-        if options.render:
-            return write(options.out)
-        check_options(options)
-        if options.prepare_only:
-            return prepare_data(options)
-        plan = plan_of(options)
-        if options.worker is not None:
-            run_policy(plan, parse_policy(options.worker))
-            return DONE
-        begin(options, plan, words)
-        try:
-            wrong = run_all(options, plan, words)
-        finally:
-            status = write(options.out)
-        return WRONG if wrong else status
-    except KeyboardInterrupt:
-        print("Interrupted: the same command goes on.", file=sys.stderr)
-        return INTERRUPTED
-    except ConfigurationError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return WRONG
+        wrong = run_all(options, plan, words)
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+        status = write(options.out)
+    return USAGE_ERROR if wrong else status
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -242,7 +241,7 @@ def run_all(options: argparse.Namespace, plan: Plan, words: Sequence[str]) -> bo
                 running.append(_Worker(options.out, waiting.pop(0), words))
             for worker in [one for one in running if one.process.poll() is not None]:
                 running.remove(worker)
-                wrong |= worker.report() == WRONG
+                wrong |= worker.report() == USAGE_ERROR
             time.sleep(LOOK_AGAIN_SECONDS)
     finally:
         for worker in running:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ruler_bench.command_line import USAGE_ERROR
 from ruler_bench.model_files import model_folder
 from scripts import smollm2_table
 from scripts.founding.launch import Processes
@@ -95,7 +96,7 @@ def test_it_is_rendered_anew_from_what_is_on_disk(measured):
 def test_wrong_options_are_one_line(tmp_path, capsys, words, message):
     status = smollm2_table.main(["--out", str(tmp_path / "out"), "--device", "cpu", *words])
     said = capsys.readouterr().err
-    assert status == smollm2_table.WRONG
+    assert status == USAGE_ERROR
     assert message in said
     assert len(said.splitlines()) == 1
 
@@ -103,5 +104,5 @@ def test_wrong_options_are_one_line(tmp_path, capsys, words, message):
 def test_a_folder_of_somebody_else_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(smollm2_table, "model_folder", lambda _: tmp_path)
     (tmp_path / "precious.txt").touch()
-    assert smollm2_table.main(["--out", str(tmp_path), "--device", "cpu"]) == smollm2_table.WRONG
+    assert smollm2_table.main(["--out", str(tmp_path), "--device", "cpu"]) == USAGE_ERROR
     assert "holds files that are not of this script (precious.txt)" in capsys.readouterr().err

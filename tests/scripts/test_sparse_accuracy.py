@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ruler_bench.command_line import USAGE_ERROR
 from ruler_bench.records import read_records, to_line
 from scripts import sparse_accuracy
 from scripts.accuracy import cells
@@ -140,7 +141,7 @@ def test_processes_of_their_own_and_a_wrong_setting(tmp_path, capsys):
     arguments += ["--policies", "full", "xattention:stride=7"]
     status = sparse_accuracy.main(["--out", str(tmp_path / "out"), *arguments])
     error = capsys.readouterr().err
-    assert status == sparse_accuracy.WRONG
+    assert status == USAGE_ERROR
     assert "xattention:stride=7: ended with status 2" in error
     assert "does not divide" in error
     assert "full: ended with status 0" in error
@@ -164,7 +165,7 @@ def test_a_process_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch,
     worker.write_text(WORKER)
     monkeypatch.setattr(sparse_accuracy, "SCRIPT", worker)
     out = tmp_path / "out"
-    assert measure(out, "--processes", "2") == sparse_accuracy.WRONG
+    assert measure(out, "--processes", "2") == USAGE_ERROR
     error = capsys.readouterr().err
     for policy in POLICIES[1:]:
         assert f"{policy}: ended with status 2" in error
@@ -190,7 +191,7 @@ def test_a_process_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch,
 )
 def test_wrong_options_are_one_line(arguments, named, tmp_path, capsys):
     status = sparse_accuracy.main(["--out", str(tmp_path / "out"), "--device", "cpu", *arguments])
-    assert status == sparse_accuracy.WRONG
+    assert status == USAGE_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert named in line
@@ -198,7 +199,7 @@ def test_wrong_options_are_one_line(arguments, named, tmp_path, capsys):
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert measure(tmp_path) == sparse_accuracy.WRONG
+    assert measure(tmp_path) == USAGE_ERROR
     assert "thesis.tex" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
