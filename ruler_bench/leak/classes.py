@@ -42,7 +42,8 @@ class IndexVerdict:
         verdict: one of CLASSES.
         reason: why, in a sentence.
         position, predecessor: of the warm arm, where it was served; None where nobody can tell.
-        first_difference: the generated token (of text the character) at which answers part.
+        first_difference: the generated token (of text the character) from which on answers differ,
+            in their logits where these are compared.
         differs: whether two arms that should agree do not.
         correct: by arm; None where the answer was not scored.
         outputs: by arm.

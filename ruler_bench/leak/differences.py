@@ -25,19 +25,35 @@ class Difference:
     Attributes:
         level: "bits" where the logits differ and the tokens do not; "tokens"; "text" where there
             are no tokens to compare.
-        position: the first generated token, or of text the first character, that differs.
+        position: the first generated token whose logits differ (of those that are compared by
+            tokens alone, the first that differs itself), or of text the first character.
         gap: of tokens, the sum of both top-2 margins where they part: by so much at least the
             logits of the two paths differ there. None where neither margin is known.
+        token_position: of tokens, the first that differs itself: `position`, or after it.
     """
 
     level: Level
     position: int
     gap: float | None = None
+    token_position: int | None = None
 
     @property
     def is_visible(self) -> bool:
         """Whether a reader of the outputs sees it."""
-        return self.level != "bits"
+        return self.level != BITS
+
+    @property
+    def what(self) -> str:
+        """What differs, in a reader's word."""
+        return "logits" if self.level == BITS else self.level
+
+    @property
+    def where(self) -> str:
+        """What differs, and from where on: logits may do so before the first token does."""
+        unit = "character" if self.level == "text" else "token"
+        if self.token_position in (None, self.position):
+            return f"{self.what} from {unit} {self.position}"
+        return f"logits from token {self.position}, in tokens from token {self.token_position}"
 
 
 def difference(a: Record, b: Record, bit_by_bit: bool) -> Difference | None:
@@ -57,7 +73,7 @@ def difference(a: Record, b: Record, bit_by_bit: bool) -> Difference | None:
     if tokens is None:
         return None if bits is None else Difference("bits", bits)
     first = tokens if bits is None else min(tokens, bits)
-    return Difference("tokens", first, _gap(a, b, tokens))
+    return Difference("tokens", first, _gap(a, b, tokens), tokens)
 
 
 def has_bits(a: Record, b: Record) -> bool:

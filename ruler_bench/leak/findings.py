@@ -187,7 +187,7 @@ def _other_path(
     if case.bits_differ_by(*arms) is None:
         return (
             ENGINE_FAULT,
-            f"Differs from the reference in its {how.level}, under settings that promise equal "
+            f"Differs from the reference in its {how.what}, under settings that promise equal "
             "bits.",
         )
     floor = case.floor

@@ -71,13 +71,8 @@ def _evidence(
     found = [Evidence(CANARY, ordinal, text) for text in proofs]
     if finding.how is not None and finding.arms is not None:
         how, (a, b) = finding.how, finding.arms
-        unit = "character" if how.level == "text" else "token"
         gap = "" if how.gap is None else f", {how.gap:.3g} logits apart"
-        found.append(
-            Evidence(
-                PATH, ordinal, f"{a} and {b} differ in {how.level} from {unit} {how.position}{gap}"
-            )
-        )
+        found.append(Evidence(PATH, ordinal, f"{a} and {b} differ in {how.where}{gap}"))
         if a in answers and b in answers and answers[a].correct is not answers[b].correct:
             right = {True: "right", False: "wrong", None: "not scored"}
             found.append(
