@@ -49,15 +49,16 @@ def generate(
         return read_samples(spec.data, spec.task, spec.length, num_samples)
     if isinstance(spec.task, QaTask):
         check_questions(load_documents(spec.task.dataset, spec.qa_data), num_samples)
+    counter = PartCounter(spec.tokenizer)
     try:
-        return list(_reporting(spec, num_samples, progress or (lambda line: None)))
+        return list(_reporting(spec, counter, num_samples, progress or (lambda line: None)))
     except NoTokensError as error:
         raise UsageError(
             f"tokenizer {spec.tokenizer.name!r} gives no tokens for the text of {spec.task.name}:"
             " its vocabulary is empty or lacks it; name another tokenizer."
         ) from error
     except DoesNotFitError as error:
-        least = _least_length(spec, num_samples, error.totals)
+        least = _least_length(spec, counter, num_samples, error.totals)
         raise UsageError(
             f"length={spec.length} is too small for {spec.task.name}: the least length for"
             f" num_samples={num_samples} with seed={spec.seed}, template={spec.template} and this"
@@ -66,7 +67,7 @@ def generate(
         ) from error
 
 
-def iterate(spec: DataSpec) -> Iterator[Sample]:
+def _samples(spec: DataSpec, counter: PartCounter) -> Iterator[Sample]:
     """Yield the samples of a task without end.
 
     Raises:
@@ -74,7 +75,6 @@ def iterate(spec: DataSpec) -> Iterator[Sample]:
         NoTokensError: the tokenizer gives none.
         UsageError: what the samples are made from is missing.
     """
-    counter = PartCounter(spec.tokenizer)
     for ordinal, (draw, length) in enumerate(_draws(spec, counter)):
         yield _sample(spec, counter, ordinal, draw, length)
 
@@ -127,22 +127,25 @@ def _sample(spec: DataSpec, counter: PartCounter, ordinal: int, draw: Draw, leng
 
 
 def _reporting(
-    spec: DataSpec, num_samples: int, progress: Callable[[str], None]
+    spec: DataSpec, counter: PartCounter, num_samples: int, progress: Callable[[str], None]
 ) -> Iterator[Sample]:
     progress(f"{spec.task.name}: fitting the prompts to {spec.length} tokens")
-    for sample in islice(iterate(spec), num_samples):
+    for sample in islice(_samples(spec, counter), num_samples):
         yield sample
         progress(f"{spec.task.name}: sample {sample.ordinal + 1} of {num_samples}")
 
 
-def _least_length(spec: DataSpec, num_samples: int, totals: Sequence[int]) -> int:
+def _least_length(
+    spec: DataSpec, counter: PartCounter, num_samples: int, totals: Sequence[int]
+) -> int:
     """Return a length that has room for every sample while one token less has not.
 
-    Another length draws other samples, so nothing short of generating them tells. A length that is
+    Another length draws other samples, so nothing short of drawing them tells. A length that is
     too small shows early, one with room only at the last sample; so the search comes from below.
 
     Args:
         spec: whose length is too small.
+        counter: counts for every length, since they draw much of the same text.
         num_samples: samples that must fit.
         totals: tokens that the draws of the sample which did not fit took, ascending.
     """
@@ -150,19 +153,21 @@ def _least_length(spec: DataSpec, num_samples: int, totals: Sequence[int]) -> in
     failed: Sequence[int] | None = totals
     while failed is not None:
         length = max(too_small + 1, failed[0])
-        failed = _failed(spec, length, num_samples)
+        failed = _failed(spec, counter, length, num_samples)
         if failed is not None:
             too_small = length
-    while length - 1 > too_small and _failed(spec, length - 1, num_samples) is None:
+    while length - 1 > too_small and _failed(spec, counter, length - 1, num_samples) is None:
         length -= 1
     return length
 
 
-def _failed(spec: DataSpec, length: int, num_samples: int) -> Sequence[int] | None:
+def _failed(
+    spec: DataSpec, counter: PartCounter, length: int, num_samples: int
+) -> Sequence[int] | None:
     """Return the tokens that the sample which does not fit took, ascending; None if all fit."""
-    samples = iterate(dataclasses.replace(spec, length=length))
+    draws = _draws(dataclasses.replace(spec, length=length), counter)
     try:
-        for _ in islice(samples, num_samples):
+        for _ in islice(draws, num_samples):
             pass
     except DoesNotFitError as error:
         return error.totals

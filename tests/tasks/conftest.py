@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,14 @@ TESTS = Path(__file__).parent.parent
 CONFIGS = TESTS.parent / "configs" / "task"
 
 MakeSpec = Callable[..., DataSpec]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_for_tokenizers() -> Iterator[None]:
+    """Keep threads out of it: over batches of a few words they wait longer than they work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        yield
 
 
 class WordTokenizer:

@@ -185,6 +185,7 @@ from ruler_bench.tasks import DataSpec, load_questions, make_task
 from ruler_bench.tokenizer import load_tokenizer
 task, tokenizer, folder = json.loads(sys.argv[1])
 spec = DataSpec(make_task(task), 1024, 42, "base", load_tokenizer(tokenizer))
+print("ready", flush=True)
 sys.stdin.readline()
 questions = load_questions(spec, spec.tokenizer, 3, Path(folder))
 print(json.dumps([question.sample.prompt for question in questions]))
@@ -196,20 +197,18 @@ def test_two_processes_at_once_get_the_same(
 ) -> None:
     data = spec(length=1024, tokenizer=smollm2)
     arguments = json.dumps([dataclasses.asdict(data.task), smollm2.name, str(folder)])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOAD, arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent.parent.parent,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOAD, arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent.parent,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
         process.stdin.write("go\n")
         process.stdin.flush()
-    prompts = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
-    assert prompts[0] == prompts[1] == [sample.prompt for sample in generate(data, 3)]
-    assert [sample.prompt for sample in load(data, 3, folder)] == prompts[0]
+        prompts = [sample.prompt for sample in load(data, 3, folder)]
+        assert json.loads(process.communicate(timeout=120)[0]) == prompts
+    assert prompts == [sample.prompt for sample in generate(data, 3)]
+    assert [sample.prompt for sample in load(data, 3, folder)] == prompts
     assert all(entry.name.startswith("3-") for entry in entries(folder))

@@ -64,7 +64,7 @@ def anew(words: list[str], num_words: int) -> list[str]:
     words=st.lists(TRICKY, min_size=1, max_size=60),
     sizes=st.lists(st.integers(1, 150), min_size=1, max_size=6),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @example(words=["Wow!!!"], sizes=[9, 4, 5])
 @example(words=["end.", ")", "."], sizes=[30, 29, 28, 31])
 def test_sentences_of_any_prefix_are_those_of_splitting_it_anew(
@@ -79,7 +79,7 @@ def test_essays_split_as_anew_at_every_kind_of_size() -> None:
     haystack = load_essays()
     words = essays.essay_text().split()
     assert len(words) == 111877
-    for size in [500, 7, 2900, 5000, 4999, *range(6001, 6061)]:
+    for size in [500, 7, 700, 1200, 1199, *range(1501, 1561)]:
         assert haystack.sentences(size) == anew(words, size)
 
 

@@ -27,7 +27,7 @@ def lists() -> tuple[list[str], list[str]]:
 
 
 @given(adjectives=NAMES, nouns=NAMES)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_ranks_are_those_of_the_sorted_product(adjectives: list[str], nouns: list[str]) -> None:
     assert list(AdjectiveNouns(adjectives, nouns)) == product(adjectives, nouns)
 
