@@ -100,7 +100,8 @@ def chosen(run: RunFolder, options: SearchOptions) -> Record:
             "there is nothing to reproduce; other arms, or more samples, may show more."
         )
     later = [one for one in found if one.position > 0] or found
-    return next((one for one in later if one.ordinal in _leaking(run)), later[0])
+    leaking = _leaking(run)
+    return next((one for one in later if one.ordinal in leaking), later[0])
 
 
 def _arm_of(run: RunFolder) -> str:

@@ -113,9 +113,8 @@ def judge(
     joined = join(records, facts)
     case = Case(joined, prompts)
     found = index_verdicts(case)
-    audit = [
-        one for one in case.ordinals if case.fresh and (audited is None or one in set(audited))
-    ]
+    counted = set(case.ordinals if audited is None else audited)
+    audit = [one for one in case.ordinals if case.fresh and one in counted]
     clean = not any(one.verdict in (LEAK, RACE) for one in found) and not any(
         set(test.differing) - case.rounded for test in case.warm_tests
     )
