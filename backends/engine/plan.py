@@ -18,7 +18,7 @@ from backends.engine.block_attention import (
     check_head_dim,
 )
 from backends.engine.cache.base import KVLayout, whole_blocks
-from backends.engine.cache.offload import OffloadGeometry
+from backends.engine.cache.offload_geometry import OffloadGeometry
 from backends.engine.cache.resident import resident_buffers
 from backends.engine.memory import (
     Alternative,

@@ -13,10 +13,8 @@ With a prefix cache, the blocks of a prompt stay when its request is over. A lat
 begins alike finds them at the head of its block table and reads them like its own; it never writes
 them. They are registered when the request is released: until then a download may be under way.
 
-A sparse step reads whole layers instead, in buffers of their own; see `whole`.
-
-A span that lies in one slot, or in the tail, is read in place. Any other is gathered in a
-scratch buffer. Either way the attention kernel sees the same rows with the same strides.
+A sparse step reads whole layers instead, in buffers of their own; see `whole`. The sizes of all
+buffers are in `offload_geometry`, the passes that read and fill them in `offload_steps`.
 """
 
 from __future__ import annotations
@@ -24,152 +22,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, lcm
+from math import ceil
 
 import torch
 
-from backends.base import ConfigurationError, OutOfMemory
-from backends.engine.cache.base import (
-    KVLayout,
-    KVSpan,
-    Scalars,
-    Sequence,
-    StepPlan,
-    poison,
-    whole_blocks,
-)
+from backends.base import OutOfMemory
+from backends.engine.cache.base import KVLayout, Scalars, Sequence, StepPlan, poison
 from backends.engine.cache.blocks import BlockPool
+from backends.engine.cache.offload_geometry import OffloadGeometry, host_name
+from backends.engine.cache.offload_steps import OffloadOneStep, OffloadStep, SparseOffloadStep
 from backends.engine.cache.prefix import PrefixIndex, registrable_tokens, reusable_tokens
 from backends.engine.cache.ring import SlotRing
 from backends.engine.cache.whole import WholeLayers
-from backends.engine.memory import Buffer
 from backends.engine.model import Room
 from backends.engine.policy import Span
 from backends.engine.streams import Copy, CopyStreams, Event
-
-STAGES = 2
-"""Chunk buffers: one is copied down while the next layer fills the other."""
-
-MAX_TAIL_TOKENS = 256
-"""New tokens kept on the device before they are copied down; at most a block."""
-
-
-def blocks_in_span(attend_tokens: int, block_tokens: int, context_tokens: int) -> int:
-    """Return the most blocks that one span, cut at multiples of `attend_tokens`, touches."""
-    starts = range(0, context_tokens, attend_tokens)
-    return max(
-        ceil(min(start + attend_tokens, context_tokens) / block_tokens) - start // block_tokens
-        for start in starts
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadGeometry:
-    """The sizes that decide the buffers of an `OffloadCache`.
-
-    Attributes:
-        context_tokens: the longest request.
-        block_tokens: tokens in a block, and in a slot.
-        slots: of the ring; each holds keys and values of one layer for one block.
-        chunk_tokens: the largest step, at most the context.
-        attend_tokens: the largest span, at most the context.
-        split_tokens: a multiple of which each piece of a one-token step starts at.
-        prefix_cache: whether a later request may reuse the blocks of a prompt.
-        prefix_cache_tokens: tokens kept for that beyond one context.
-        sparse: whether steps read whole layers, side by side.
-    """
-
-    context_tokens: int
-    block_tokens: int
-    slots: int
-    chunk_tokens: int
-    attend_tokens: int
-    split_tokens: int = 1
-    prefix_cache: bool = False
-    prefix_cache_tokens: int = 0
-    sparse: bool = False
-
-    @property
-    def blocks(self) -> int:
-        """CPU blocks of each layer: a context, and what is kept beyond it."""
-        sizes = (self.context_tokens, self.prefix_cache_tokens)
-        return sum(ceil(tokens / self.block_tokens) for tokens in sizes)
-
-    @property
-    def tail_tokens(self) -> int:
-        """Rows of the tail."""
-        return min(self.block_tokens, MAX_TAIL_TOKENS)
-
-    @property
-    def span_blocks(self) -> int:
-        """The most blocks that one span touches."""
-        return blocks_in_span(self.attend_tokens, self.block_tokens, self.context_tokens)
-
-    @property
-    def stages_are_slots(self) -> bool:
-        """Whether slots serve as stages: a prompt that is one step reads no history."""
-        return self.chunk_tokens == self.context_tokens == self.block_tokens
-
-    @property
-    def reads_blocks(self) -> bool:
-        """Whether a one-token step can read blocks one by one, wherever spans are cut."""
-        return self.block_tokens % self.split_tokens == 0
-
-    def check(self) -> None:
-        """Raise ConfigurationError if a span or a block does not fit."""
-        if self.block_tokens > self.context_tokens:
-            raise ConfigurationError(
-                f"backend.kvcache_block_size={self.block_tokens} is longer than the context, "
-                f"backend.max_model_len={self.context_tokens}; at most that is allowed."
-            )
-        if self.span_blocks > self.slots:
-            raise ConfigurationError(
-                f"backend.attend_tokens={self.attend_tokens} can touch {self.span_blocks} blocks "
-                f"of {self.block_tokens} tokens at once, but backend.num_gpu_blocks={self.slots}: "
-                f"set attend_tokens to at most {self.slots * self.block_tokens}, or "
-                f"num_gpu_blocks to {self.span_blocks} or more."
-            )
-        longest_prompt = self.context_tokens - 1
-        if self.prefix_cache and not self._reusable(longest_prompt):
-            raise ConfigurationError(
-                f"backend.prefix_cache=true has no effect: what is reused ends at multiples of "
-                f"backend.kvcache_block_size={self.block_tokens} and of backend.chunk_tokens="
-                f"{self.chunk_tokens}, and the first common one, "
-                f"{lcm(self.block_tokens, self.chunk_tokens)}, is not below backend.max_model_len="
-                f"{self.context_tokens} less one: lower one of the two, or set prefix_cache to "
-                "false."
-            )
-
-    def _reusable(self, prompt_tokens: int) -> int:
-        return reusable_tokens(prompt_tokens, self.block_tokens, self.chunk_tokens)
-
-    def buffers(self, layout: KVLayout) -> tuple[Buffer, ...]:
-        """Declare all buffers. The axis of two: keys, values."""
-        buffers = [
-            layout.buffer("ring", "device", "kv_ring", self.slots, 2, self.block_tokens),
-            layout.buffer("tail", "device", "kv_ring", layout.layers, 2, self.tail_tokens),
-        ]
-        if not self.stages_are_slots:
-            stages = layout.buffer("stages", "device", "kv_ring", STAGES, 2, self.chunk_tokens)
-            buffers.append(stages)
-        if self.sparse:
-            rows = whole_blocks(self.context_tokens)
-            buffers += [
-                layout.buffer(f"layer_{name}", "device", "kv_ring", rows)
-                for name in ("keys", "values")
-            ]
-        if self.span_blocks > 1:
-            buffers.append(layout.buffer("scratch", "device", "kv_ring", 2, self.attend_tokens))
-        buffers += [
-            layout.buffer(host_name(layer), "host", "kv_host", self.blocks, 2, self.block_tokens)
-            for layer in range(layout.layers)
-        ]
-        return tuple(buffers)
-
-
-def host_name(layer: int) -> str:
-    """Return the name of the buffer with a layer's blocks."""
-    return f"blocks_layer_{layer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,176 +427,3 @@ class OffloadCache:
             while held and not (following and following[0].start < (held[0] + 1) * size):
                 self.done_with(layer, held.pop(0))
             self.load_ahead(sequence)
-
-
-class OffloadStep:
-    """One pass through the layers, which loads blocks ahead in the order of need."""
-
-    def __init__(self, cache: OffloadCache, sequence: Sequence, plan: StepPlan) -> None:
-        self._cache = cache
-        self._sequence = sequence
-        self._plan = plan
-
-    def room(self, layer: int) -> Room:
-        """Return a stage for a chunk, the tail's next row for one token; see `Step.room`."""
-        if self._plan.count == 1:
-            return self._cache.tail_row(self._sequence, layer)
-        self._cache.await_room(self._cache.stage_downloaded, layer % len(self._cache.stages))
-        new = self.new(layer)
-        return Room(new.keys, new.values, None)
-
-    def written(self, layer: int) -> None:
-        """Copy a staged chunk down; see `Step.written`."""
-        if self._plan.count == 1:
-            return
-        stage = layer % len(self._cache.stages)
-        self._cache.stage_downloaded[stage] = self._cache.download(
-            self._sequence,
-            layer,
-            self._sequence.length,
-            self._cache.stages[stage],
-            self._plan.count,
-        )
-
-    def new(self, layer: int) -> KVSpan:
-        """Return the stage, or the tail's row; see `Step.new`."""
-        start = self._sequence.length
-        if self._plan.count == 1:
-            row = start - self._sequence.downloaded
-            keys, values = self._cache.tail[layer, :, row : row + 1]
-            return KVSpan(keys, values, start, "the tail")
-        stage = self._cache.stages[layer % len(self._cache.stages)]
-        keys, values = stage[:, : self._plan.count]
-        return KVSpan(keys, values, start, "the chunk")
-
-    def history(self, layer: int) -> Iterator[KVSpan]:
-        """Yield the announced spans; see `Step.history`."""
-        for span, _ in self._cache.reading(self._sequence, self._plan, layer):
-            yield self._span(layer, span)
-
-    def finish(self, following: StepPlan | None = None) -> None:
-        """Count the new tokens as held; see `Step.finish`."""
-        self._sequence.length += self._plan.count
-        if self._plan.count > 1:
-            self._sequence.downloaded = self._sequence.length
-        self._cache.end(self._sequence, following)
-
-    def _span(self, layer: int, span: Span) -> KVSpan:
-        """Return the span's rows side by side: in the tail, in a slot, or in the scratch."""
-        cache, downloaded = self._cache, self._sequence.downloaded
-        size = cache.block_tokens
-        if span.start >= downloaded:
-            rows = cache.tail[layer, :, span.start - downloaded : span.stop - downloaded]
-            return KVSpan(rows[0], rows[1], span.start, "the tail")
-        first = span.start // size
-        if span.stop <= (first + 1) * size:
-            slot = cache.slot(layer, first)
-            offset = span.start - first * size
-            rows = cache.slots[slot, :, offset : offset + span.stop - span.start]
-            place = f"slot {slot}"
-        else:
-            rows, place = cache.gather(self._sequence, layer, span)
-        if span.stop > downloaded:
-            new = span.stop - downloaded
-            rows[:, downloaded - span.start :].copy_(cache.tail[layer, :, :new])
-            place += " and the tail"
-        return KVSpan(rows[0], rows[1], span.start, place)
-
-
-class SparseOffloadStep(OffloadStep):
-    """One pass of several tokens, which reads whole layers; see `SparseStep`."""
-
-    def load_ahead(self, layer: int, blocks: torch.Tensor | None) -> None:
-        """Start to load a layer's keys; see `SparseStep.load_ahead`."""
-        self._whole.keys.load(self._cache, self._sequence, layer, blocks)
-
-    def layer_keys(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
-        """Return the layer's keys; see `SparseStep.layer_keys`."""
-        self._whole.keys.load(self._cache, self._sequence, layer, blocks)
-        return self._whole.keys.ready(self._cache, self.new(layer).keys, self._sequence.length)
-
-    def layer_values(self, layer: int, blocks: torch.Tensor | None) -> torch.Tensor:
-        """Return the layer's values; see `SparseStep.layer_values`."""
-        self._whole.values.load(self._cache, self._sequence, layer, blocks)
-        return self._whole.values.ready(self._cache, self.new(layer).values, self._sequence.length)
-
-    def history(self, layer: int) -> Iterator[KVSpan]:
-        """Yield the announced spans of whole layers that are there; see `Step.history`."""
-        del layer
-        for span in self._plan.spans:
-            yield self._whole.span(*span)
-
-    @property
-    def _whole(self) -> WholeLayers:
-        if self._cache.whole is None:
-            raise AssertionError("a sparse step, and no buffers for whole layers")
-        return self._cache.whole
-
-
-class OffloadOneStep:
-    """One token's pass. It reads the blocks one by one, or gathered spans, and the tail apart."""
-
-    def __init__(
-        self, cache: OffloadCache, sequence: Sequence, plan: StepPlan, scalars: Scalars
-    ) -> None:
-        self._cache = cache
-        self._sequence = sequence
-        self._plan = plan
-        self._scalars = scalars
-
-    def room(self, layer: int) -> Room:
-        """Return the tail, and the token's row in it; see `OneStep.room`."""
-        self._cache.await_room(self._cache.tail_downloaded, layer)
-        return self._cache.tail_of_one(layer, self._scalars)
-
-    def written(self, layer: int) -> None:
-        """See `OneStep.written`."""
-
-    def pieces(self, layer: int) -> Iterator[KVSpan]:
-        """Yield blocks or spans; see `OneStep.pieces`. Tail rows lie elsewhere."""
-        if self._cache.geometry.reads_blocks:
-            yield from self._blocks(layer)
-        else:
-            yield from self._spans(layer)
-
-    def tail(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tail; see `OneStep.tail`."""
-        keys, values = self._cache.tail[layer]
-        return keys, values
-
-    def finish(self, following: StepPlan | None = None) -> None:
-        """Count the new token as held; see `Step.finish`."""
-        self._sequence.length += 1
-        self._cache.end(self._sequence, following)
-
-    def _blocks(self, layer: int) -> Iterator[KVSpan]:
-        cache, size, stop = self._cache, self._cache.block_tokens, self._sequence.length + 1
-        in_slots = set(cache.blocks_to_read(self._sequence, self._plan))
-        for index in range(ceil(stop / size)):
-            if index not in in_slots:
-                yield self._only_tail(index * size, min(size, stop - index * size))
-                continue
-            slot = cache.slot(layer, index)
-            keys, values = cache.slots[slot, :, : stop - index * size]
-            yield KVSpan(keys, values, index * size, f"slot {slot}")
-            cache.done_with(layer, index)
-            cache.load_ahead(self._sequence)
-
-    def _spans(self, layer: int) -> Iterator[KVSpan]:
-        cache, downloaded = self._cache, self._sequence.downloaded
-        for span, indices in cache.reading(self._sequence, self._plan, layer):
-            if span.start >= downloaded:
-                yield self._only_tail(span.start, span.stop - span.start)
-            elif len(indices) == 1 and span.stop <= (indices[0] + 1) * cache.block_tokens:
-                slot = cache.slot(layer, indices[0])
-                offset = span.start - indices[0] * cache.block_tokens
-                keys, values = cache.slots[slot, :, offset : offset + span.stop - span.start]
-                yield KVSpan(keys, values, span.start, f"slot {slot}")
-            else:
-                rows, place = cache.gather(self._sequence, layer, span)
-                yield KVSpan(rows[0], rows[1], span.start, place)
-
-    def _only_tail(self, start: int, tokens: int) -> KVSpan:
-        """Return a piece all of whose rows are read from the tail, whatever is given as rows."""
-        unread = self._cache.slots[0, :, :tokens]
-        return KVSpan(unread[0], unread[1], start, "the tail")

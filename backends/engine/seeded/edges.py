@@ -9,7 +9,8 @@ import torch
 
 from backends.engine.attention import Attended
 from backends.engine.cache.base import KVSpan, Sequence, StepPlan
-from backends.engine.cache.offload import OffloadCache, OffloadStep
+from backends.engine.cache.offload import OffloadCache
+from backends.engine.cache.offload_steps import OffloadStep
 from backends.engine.model import Decoder, LayerRooms, Observer
 from backends.engine.policy import Span
 from backends.engine.steps import Attention

@@ -13,7 +13,8 @@ import os
 import torch
 
 from backends.engine.cache.base import Sequence
-from backends.engine.cache.offload import STAGES, OffloadCache, Wanted
+from backends.engine.cache.offload import OffloadCache, Wanted
+from backends.engine.cache.offload_geometry import STAGES
 from backends.engine.streams import CudaStreams, Direction, Event
 
 SHORT_SLEEP_CYCLES = 400_000

@@ -7,7 +7,8 @@ from itertools import pairwise
 from math import ceil
 
 from backends.engine.cache.base import Sequence, StepPlan
-from backends.engine.cache.offload import OffloadCache, OffloadStep
+from backends.engine.cache.offload import OffloadCache
+from backends.engine.cache.offload_steps import OffloadStep
 from backends.engine.parts import TokenInput
 from backends.engine.policy import Span
 

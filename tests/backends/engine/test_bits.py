@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backends.engine import gpu_only, offload
-from backends.engine.cache.offload import blocks_in_span
+from backends.engine.cache.offload_geometry import blocks_in_span
 from backends.engine.shape import FAMILIES
 
 ROOT = Path(__file__).parents[3]
@@ -105,7 +105,7 @@ def test_decoding_across_many_blocks_and_the_tail(tiny, reference, ask):
 
 
 def test_a_tail_shorter_than_the_block(tiny, reference, ask, monkeypatch):
-    monkeypatch.setattr("backends.engine.cache.offload.MAX_TAIL_TOKENS", 3)
+    monkeypatch.setattr("backends.engine.cache.offload_geometry.MAX_TAIL_TOKENS", 3)
     for block in (5, 24, 128):
         assert_same(ask(build(tiny, 4, block), 30, 40), reference(30, 40))
 

@@ -7,7 +7,7 @@ import pytest
 from backends.base import RequestCancelled, RequestError
 from backends.engine import engine as engine_module
 from backends.engine import gpu_only, offload, offload_layerwise
-from backends.engine.cache.offload import OffloadOneStep, OffloadStep
+from backends.engine.cache.offload_steps import OffloadOneStep, OffloadStep
 from backends.engine.cache.resident import ResidentOneStep, ResidentStep
 from backends.engine.ops import TorchOps
 

@@ -75,7 +75,7 @@ def needed_rows(tokens, new_tokens, *, chunk, block, slots, span_blocks=1):
 
 @pytest.fixture(autouse=True)
 def _short_tail(monkeypatch):
-    monkeypatch.setattr("backends.engine.cache.offload.MAX_TAIL_TOKENS", TAIL)
+    monkeypatch.setattr("backends.engine.cache.offload_geometry.MAX_TAIL_TOKENS", TAIL)
 
 
 @pytest.fixture(scope="module")

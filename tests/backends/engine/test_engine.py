@@ -17,7 +17,8 @@ from backends.base import (
 )
 from backends.engine import Engine, gpu_only, offload, offload_layerwise
 from backends.engine import engine as engine_module
-from backends.engine.cache.offload import OffloadCache, OffloadStep
+from backends.engine.cache.offload import OffloadCache
+from backends.engine.cache.offload_steps import OffloadStep
 from backends.engine.streams import DeferredStreams
 
 SETTINGS = {

@@ -14,7 +14,8 @@ from backends.engine import engine as engine_module
 from backends.engine import gpu_only, minference, offload, offload_layerwise, xattn
 from backends.engine.attention import Attended
 from backends.engine.cache.blocks import BlockPool
-from backends.engine.cache.offload import OffloadCache, OffloadStep
+from backends.engine.cache.offload import OffloadCache
+from backends.engine.cache.offload_steps import OffloadStep
 from backends.engine.cache.prefix import PrefixIndex
 from backends.engine.faults import FAULTS
 from backends.engine.model import Decoder

@@ -31,7 +31,7 @@ def reference(deep, ask):
 
 @pytest.fixture
 def short_tail(monkeypatch):
-    monkeypatch.setattr("backends.engine.cache.offload.MAX_TAIL_TOKENS", TAIL)
+    monkeypatch.setattr("backends.engine.cache.offload_geometry.MAX_TAIL_TOKENS", TAIL)
 
 
 def assert_same(got, wanted):

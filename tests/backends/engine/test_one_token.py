@@ -147,7 +147,7 @@ def test_it_decodes_what_the_general_kernels_decode(tokens, small, reference, as
 def test_offload_has_the_bits_of_gpu_only(request, block, slots, tail):
     names = ("small", "reference", "ask", "monkeypatch")
     small, reference, ask, monkeypatch = map(request.getfixturevalue, names)
-    monkeypatch.setattr("backends.engine.cache.offload.MAX_TAIL_TOKENS", tail)
+    monkeypatch.setattr("backends.engine.cache.offload_geometry.MAX_TAIL_TOKENS", tail)
     engine = offload(
         model_path=small, num_gpu_blocks=slots, kvcache_block_size=block, poison=True, **CUTS
     )
@@ -170,7 +170,7 @@ def test_other_cuts(chunk, attend, small, reference, ask):
 @only_torch
 @pytest.mark.parametrize("buffers", [2, 3])
 def test_layerwise_has_the_bits_of_gpu_only(buffers, small, reference, ask, monkeypatch):
-    monkeypatch.setattr("backends.engine.cache.offload.MAX_TAIL_TOKENS", 5)
+    monkeypatch.setattr("backends.engine.cache.offload_geometry.MAX_TAIL_TOKENS", 5)
     engine = offload_layerwise(
         model_path=small, max_model_len=CONTEXT, num_kv_buffers=buffers, poison=True
     )
@@ -200,7 +200,7 @@ class RunAgain:
 def test_steps_cut_into_parts_have_the_same_bits(slots, small, reference, ask, monkeypatch):
     """What a GPU replays from graphs, between copies and as a whole."""
     monkeypatch.setattr(engine_module, "CapturedParts", RunAgain)
-    monkeypatch.setattr("backends.engine.cache.offload.MAX_TAIL_TOKENS", 5)
+    monkeypatch.setattr("backends.engine.cache.offload_geometry.MAX_TAIL_TOKENS", 5)
     engine = offload(
         model_path=small,
         num_gpu_blocks=slots,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from backends.base import ConfigurationError, NonFiniteLogits, OutOfMemory, RequestCancelled
 from backends.engine import offload
-from backends.engine.cache.offload import OffloadStep, blocks_in_span
+from backends.engine.cache.offload_geometry import blocks_in_span
+from backends.engine.cache.offload_steps import OffloadStep
 from backends.engine.streams import DeferredStreams
 
 CHUNK, ATTEND, CONTEXT, NEW, LAYERS = 24, 8, 128, 3, 3

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from backends.base import ConfigurationError, NonFiniteLogits, RequestCancelled
 from backends.engine import engine as engine_module
 from backends.engine import gpu_only, minference, offload, offload_layerwise, xattn
-from backends.engine.cache.offload import OffloadStep, SparseOffloadStep
+from backends.engine.cache.offload_steps import OffloadStep, SparseOffloadStep
 from backends.engine.policy import BLOCK_TOKENS, POLICIES, Model, causal_blocks
 from backends.engine.sparse import DENSE_FROM, Selection
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from backends.base import ConfigurationError, OutOfMemory
 from backends.engine.cache.base import KVLayout, Scalars, StepPlan
-from backends.engine.cache.offload import OffloadCache, OffloadGeometry, blocks_in_span
+from backends.engine.cache.offload import OffloadCache
+from backends.engine.cache.offload_geometry import OffloadGeometry, blocks_in_span
 from backends.engine.cache.resident import ResidentCache, resident_buffers
 from backends.engine.policy import dense_spans
 from backends.engine.streams import DeferredStreams

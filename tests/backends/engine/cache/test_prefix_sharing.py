@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from backends.base import OutOfMemory
 from backends.engine.cache.base import KVLayout
 from backends.engine.cache.blocks import BlockPool
-from backends.engine.cache.offload import OffloadCache, OffloadGeometry
+from backends.engine.cache.offload import OffloadCache
+from backends.engine.cache.offload_geometry import OffloadGeometry
 from backends.engine.streams import DeferredStreams
 
 LAYOUT = KVLayout(2, 2, 3, torch.float32)
