@@ -1,13 +1,17 @@
 """Fixtures shared by all tests."""
 
+import contextlib
+import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from ruler_bench import lives
 from ruler_bench.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +31,54 @@ Cli = Callable[..., Finished]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep prepared data out of the user's cache, and share them between tests."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RULER_BENCH_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> Iterator[None]:
+    """Have the fork server of this process import all that engines need, whoever is the first.
+
+    A program has one such server, and its first engine decides what that imports. After an oracle,
+    every process of our own engine would spend seconds on importing torch for itself.
+    """
+    modules = [*lives.preloaded("backends.engine.gpu_only"), *lives.WITHOUT_MODEL]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lives, "preloaded", lambda _: modules)
+        yield
+
+
+def call_in(folder: Path, *arguments: str, terminal: TextIO | None = None) -> Finished:
+    """Call `python -m ruler_bench` in this process, in a folder: for fixtures of a module.
+
+    Args:
+        folder: the working folder meanwhile.
+        arguments: of the command.
+        terminal: gets all that is printed, in place of the result.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["ruler_bench", *arguments])
+        with (
+            contextlib.redirect_stdout(terminal or out),
+            contextlib.redirect_stderr(terminal or err),
+        ):
+            try:
+                status = main()
+            finally:
+                GlobalHydra.instance().clear()
+    return Finished(status, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="session")
+def cli_in() -> Cli:
+    """Give fixtures that outlive a test the command in this process; its first argument: where."""
+    return call_in
 
 
 @pytest.fixture

@@ -513,7 +513,8 @@ def test_each_engine_has_a_process_of_its_own(leaky, minimise, workdir):
 def test_a_seeded_fault_of_the_engine_needs_one_request_before(cli, minimise, workdir):
     offload = ("backend=offload", "backend.num_gpu_blocks=2", "backend.kvcache_block_size=64")
     fault = ("backend.chunk_tokens=128", "backend.fault=cpu_kv_read_past_length")
-    ran = cli(*offload, *fault, *SHORT, PAIR, "num_samples=2", "out=run")
+    short = (*SHORT, "length=320", "task.tokens_to_generate=16")
+    ran = cli(*offload, *fault, *short, PAIR, "num_samples=2", "out=run")
     assert ran.status != 2, ran.err
     finished = minimise("run", "--repeat", "1")
     assert finished.status == 3, finished.err
@@ -522,7 +523,7 @@ def test_a_seeded_fault_of_the_engine_needs_one_request_before(cli, minimise, wo
     assert len(rows[0]["prompt_token_ids"]) < about["whole_prompt_tokens"] / 3
     assert expected["logits_digest"] != wrong["logits_digest"]
     assert about["backend_in_force"]["fault"] == "cpu_kv_read_past_length"
-    replay = ("--replay", "run/reproducer")
+    replay = ("--replay", "run/reproducer", "--repeat", "1")
     assert minimise(*replay).status == 3
     assert minimise(*replay, "backend.fault=null").status == 0
 
