@@ -49,6 +49,28 @@ def folder(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.fixture(scope="session")
+def bytes_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer without its merges, which loads at once: each byte is a token."""
+    copy = tmp_path_factory.mktemp("bytes") / "tokenizer"
+    shutil.copytree(SMOLLM2, copy)
+    content = json.loads((copy / "tokenizer.json").read_text())
+    kept = {one["content"] for one in content["added_tokens"]}
+    model = content["model"]
+    vocabulary = {one: at for one, at in model["vocab"].items() if len(one) == 1 or one in kept}
+    content["model"] = {**model, "vocab": vocabulary, "merges": []}
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    return copy
+
+
+@pytest.fixture
+def small(bytes_alone: Path, tmp_path: Path) -> Path:
+    """A copy to change where no word matters."""
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(bytes_alone, copy)
+    return copy
+
+
 def set_config(folder: Path, **values: Any) -> None:
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
@@ -186,19 +208,19 @@ def test_chat_prompt_is_transformers() -> None:
     assert load_tokenizer(str(SMOLLM2)).chat_prompt("What is it?") == expected
 
 
-def test_chat_template_of_the_config_and_by_name(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
-    set_config(folder, chat_template="{{ messages[0].content }}!")
-    assert load_tokenizer(str(folder)).chat_prompt("hi") == "hi!"
+def test_chat_template_of_the_config_and_by_name(small: Path) -> None:
+    (small / "chat_template.jinja").unlink()
+    set_config(small, chat_template="{{ messages[0].content }}!")
+    assert load_tokenizer(str(small)).chat_prompt("hi") == "hi!"
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
-    set_config(folder, chat_template=named)
-    assert load_tokenizer(str(folder)).chat_prompt("hi") == "y"
+    set_config(small, chat_template=named)
+    assert load_tokenizer(str(small)).chat_prompt("hi") == "y"
 
 
-def test_no_chat_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
+def test_no_chat_template(small: Path) -> None:
+    (small / "chat_template.jinja").unlink()
     with pytest.raises(UsageError, match="has no chat template; use template=base"):
-        load_tokenizer(str(folder)).chat_prompt("hi")
+        load_tokenizer(str(small)).chat_prompt("hi")
 
 
 def test_decodes_without_special_tokens() -> None:
@@ -271,9 +293,9 @@ def test_missing_folder(name: str) -> None:
         load_tokenizer(name)
 
 
-def test_a_file_is_no_folder(folder: Path) -> None:
+def test_a_file_is_no_folder(small: Path) -> None:
     with pytest.raises(UsageError, match="is a file"):
-        load_tokenizer(str(folder / "tokenizer.json"))
+        load_tokenizer(str(small / "tokenizer.json"))
 
 
 @pytest.mark.parametrize(
@@ -291,24 +313,24 @@ def test_a_file_is_no_folder(folder: Path) -> None:
     ],
     ids=lambda one: one if isinstance(one, str) else repr(one[:12]),
 )
-def test_a_damaged_folder_is_one_line(folder: Path, file: str, content: bytes) -> None:
-    (folder / file).write_bytes(content)
+def test_a_damaged_folder_is_one_line(small: Path, file: str, content: bytes) -> None:
+    (small / file).write_bytes(content)
     with pytest.raises(UsageError, match=r"copy the tokenizer anew\.$") as caught:
-        load_tokenizer(str(folder))
-    assert str(folder) in str(caught.value)
+        load_tokenizer(str(small))
+    assert str(small) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("others", [(), ("vocab.json", "merges.txt")])
-def test_a_folder_in_place_of_a_file(folder: Path, file: str, others: Sequence[str]) -> None:
-    (folder / file).unlink()
-    (folder / file).mkdir()
+def test_a_folder_in_place_of_a_file(small: Path, file: str, others: Sequence[str]) -> None:
+    (small / file).unlink()
+    (small / file).mkdir()
     for other in others:
-        (folder / other).write_text("{}")
+        (small / other).write_text("{}")
     with pytest.raises(UsageError) as caught:
-        load_tokenizer(str(folder))
-    assert str(caught.value).startswith(f"{folder / file} ")
+        load_tokenizer(str(small))
+    assert str(caught.value).startswith(f"{small / file} ")
     assert "\n" not in str(caught.value)
 
 
@@ -340,16 +362,16 @@ WRONG_VALUES = [
 
 @pytest.mark.parametrize(("key", "value"), WRONG_VALUES)
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_a_value_that_cannot_be_is_one_line(folder: Path, file: str, key: str, value: Any) -> None:
-    set_config(folder, extra_special_tokens=None)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+def test_a_value_that_cannot_be_is_one_line(small: Path, file: str, key: str, value: Any) -> None:
+    set_config(small, extra_special_tokens=None)
+    config = json.loads((small / "tokenizer_config.json").read_text())
     config.pop(key, None)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    held = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-    (folder / file).write_text(json.dumps({**held, key: value}))
+    (small / "tokenizer_config.json").write_text(json.dumps(config))
+    held = json.loads((small / file).read_text()) if (small / file).exists() else {}
+    (small / file).write_text(json.dumps({**held, key: value}))
     with pytest.raises(UsageError, match=r"is wrong; write .*, or copy the") as caught:
-        load_tokenizer(str(folder))
-    assert str(caught.value).startswith(f"{folder / file}: {key}=")
+        load_tokenizer(str(small))
+    assert str(caught.value).startswith(f"{small / file}: {key}=")
     assert "\n" not in str(caught.value)
 
 
@@ -358,19 +380,19 @@ def test_a_value_that_cannot_be_is_one_line(folder: Path, file: str, key: str, v
     [5, True, {"default": "x"}, ["x"], [5], [{"template": "x"}], [{"name": "a"}], [{"name": 5}]],
     ids=repr,
 )
-def test_a_chat_template_that_is_none_is_one_line(folder: Path, value: Any) -> None:
-    (folder / "chat_template.jinja").unlink()
-    set_config(folder, chat_template=value)
-    tokenizer = load_tokenizer(str(folder))
+def test_a_chat_template_that_is_none_is_one_line(small: Path, value: Any) -> None:
+    (small / "chat_template.jinja").unlink()
+    set_config(small, chat_template=value)
+    tokenizer = load_tokenizer(str(small))
     with pytest.raises(UsageError, match=r"tokenizer_config\.json: chat_template=") as caught:
         tokenizer.chat_prompt("hi")
     assert "\n" not in str(caught.value)
 
 
-def test_a_chat_template_that_is_no_text(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_bytes(b"\xff")
+def test_a_chat_template_that_is_no_text(small: Path) -> None:
+    (small / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UsageError, match=r"chat_template\.jinja cannot be read .*not UTF-8"):
-        load_tokenizer(str(folder)).chat_prompt("hi")
+        load_tokenizer(str(small)).chat_prompt("hi")
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "~no-such-user-anywhere/tokenizer"])
