@@ -15,12 +15,13 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -128,10 +129,34 @@ def compose_and_call(config_name: str, task: Callable[[DictConfig], None]) -> No
         version_base="1.3", config_path=str(config_dir().absolute()), config_name=config_name
     )(task)
     try:
-        with _flags_for_people(config_name):
+        with _flags_for_people(config_name), _mode_as_typed(sys.argv[1:]):
             app()
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_our_words(error, config_name) from error
+
+
+@contextlib.contextmanager
+def _mode_as_typed(arguments: Sequence[str]) -> Iterator[None]:
+    """Spare Hydra composing everything twice: it does so first for hydra.mode alone.
+
+    A command line that has only settings and perhaps -m, and does not name hydra.mode, leaves it
+    at its default, None. Others are Hydra's to look at.
+    """
+    flags = {one for one in arguments if one.startswith("-")}
+    names_it = any("hydra" in one and "mode" in one for one in arguments)
+    if names_it or not flags <= {"-m", "--multirun"}:
+        yield
+        return
+
+    def mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> None:
+        return None
+
+    before = Hydra.get_mode
+    Hydra.get_mode = mode
+    try:
+        yield
+    finally:
+        Hydra.get_mode = before
 
 
 @contextlib.contextmanager
