@@ -334,26 +334,18 @@ def test_a_request_that_is_over_before_it_is_cancelled_is_recorded_as_it_is(cli,
     assert rows(workdir / "here")[0]["score"] is None
 
 
-def test_the_probe_with_other_rings_and_chunks_and_around_their_edges(workdir):
+def test_the_probe_with_other_rings_and_chunks_and_around_their_edges(cli, workdir):
     mine = ("backend=offload", "device=cpu", "length=1024", "out=here", "num_samples=1")
-    # A program of its own, whose fork server begins with what our engine needs.
     small = ("backend.kvcache_block_size=128", "backend.chunk_tokens=256")
     arms = "arms=[persistent,slots_2,chunks_512,boundary,reference,fresh]"
-    command = [sys.executable, "-m", "ruler_bench", *mine, *small, arms]
-    finished = subprocess.run(
-        [*command, "backend@reference=gpu_only"],
-        cwd=workdir,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    finished = cli(*mine, *small, arms, "backend@reference=gpu_only")
+    assert finished.status == 0, finished.err
     held = manifest(workdir / "here")["arms"]
     assert held["persistent"]["settings"]["num_gpu_blocks"] == 4
     assert held["slots_2"]["settings"]["num_gpu_blocks"] == 2
     assert held["chunks_512"]["settings"]["chunk_tokens"] == 512
     assert held["reference"]["backend"] == "gpu_only"
-    assert "memory plan" in finished.stderr
+    assert "memory plan" in finished.err
     cut = rows(workdir / "here", "boundary")
     lengths = [row["prompt_tokens"] for row in cut]
     assert [one % 128 for one in lengths] == [127, 0, 1] * 2
@@ -486,11 +478,10 @@ REFUSED = (
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(cli_in, tmp_path_factory):
     """Folders that a run must not go on in, each for another reason."""
     root = tmp_path_factory.mktemp("folders")
-    command = [sys.executable, "-m", "ruler_bench", *ORACLE, "num_samples=1", "out=used"]
-    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    assert cli_in(root, *ORACLE, "num_samples=1", "out=used").status == 0
     for name in ("damaged", "odd", "lost", "taken"):
         shutil.copytree(root / "used", root / name)
     line = (root / "used" / "records.jsonl").read_text()
@@ -587,7 +578,7 @@ def test_damaged_arms_in_a_manifest_are_said(cli, workdir):
 
 # --- stopped on the way -------------------------------------------------------------------------
 
-SLOW = (*ORACLE, "num_samples=4", "backend.delay_seconds=0.15", "out=here")
+SLOW = (*ORACLE, "num_samples=4", "backend.delay_seconds=0.5", "out=here")
 ARMS = "arms=[persistent,axa,fresh]"
 TOTAL = 4 + 12 + 4
 
@@ -602,7 +593,7 @@ def begin(workdir, count, *more):
         text=True,
     )
     path = workdir / "here" / "records.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600  # a process may take long to start on a busy machine
     while time.monotonic() < deadline and process.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") >= count:
             return process
@@ -616,34 +607,29 @@ def answers(folder):
     return latest
 
 
-def test_kill_9_in_each_arm_loses_nothing_and_the_same_command_goes_on(cli, workdir):
+def test_a_run_that_is_killed_then_interrupted_loses_nothing_and_goes_on(cli, workdir):
     path = workdir / "here" / "records.jsonl"
-    kept = b""
-    # Each time in another arm: persistent, axa, fresh.
-    for count in (2, 9, 18):
-        process = begin(workdir, count)
-        process.kill()
-        process.communicate()
-        whole = path.read_bytes()
-        whole = whole[: whole.rfind(b"\n") + 1]
-        assert whole.startswith(kept)
-        kept = whole
+    killed = begin(workdir, 9)  # in the second arm
+    killed.kill()
+    killed.communicate()
+    kept = path.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+
+    interrupted = begin(workdir, 17, "workers=2")  # in the third, of several engines at once
+    interrupted.send_signal(signal.SIGINT)
+    out, err = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == 130, err
+    assert "niah_single_1" in out
+    assert "Traceback" not in err
+    assert path.read_bytes().startswith(kept)
+    kept = path.read_bytes()
+    assert 17 <= len(rows(workdir / "here")) < TOTAL
+
     assert cli(*SLOW, ARMS).status == 0
     assert path.read_bytes().startswith(kept)
     quick = [one for one in SLOW if "delay" not in one and "out=" not in one]
     assert cli(*quick, ARMS, "out=unbroken").status == 0
     assert answers(workdir / "here") == answers(workdir / "unbroken")
-    assert {row["life"] for row in rows(workdir / "here", "persistent")} == {1, 2}
+    assert {row["life"] for row in rows(workdir / "here", "persistent")} == {1}
     trios = [row for row in rows(workdir / "here", "axa") if row["life"] == 2]
     assert trios[0]["step"] % 3 == 0
-
-
-@pytest.mark.parametrize(("count", "more"), [(1, ()), (17, ("workers=2",))])
-def test_an_interrupt_ends_with_the_partial_table(workdir, count, more):
-    process = begin(workdir, count, *more)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "niah_single_1" in out
-    assert "Traceback" not in err
-    assert count <= len(rows(workdir / "here")) < TOTAL
