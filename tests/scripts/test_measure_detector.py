@@ -9,17 +9,17 @@ from backends.engine.faults import FAULTS
 from scripts import measure_detector
 from scripts.detector import table
 
-SAMPLES = 4
+SAMPLES = 3
 FOUND = {"cpu_kv_read_past_length": "leak", "positions_restart_each_chunk": "engine_fault"}
 SMALL = [
     "--length",
-    "512",
+    "256",
     "--reference",
     "gpu_only",  # transformers takes long to import
     "--set",
-    "task.tokens_to_generate=16",  # an engine with a fault goes on until it is stopped
-    "backend.kvcache_block_size=128",
-    "backend.chunk_tokens=128",
+    "task.tokens_to_generate=12",  # an engine with a fault goes on until it is stopped
+    "backend.kvcache_block_size=64",
+    "backend.chunk_tokens=64",
 ]
 
 
