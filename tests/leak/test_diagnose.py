@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ruler_bench import streams
 from ruler_bench.leak.arms import kind_of, variant_of
 from ruler_bench.leak.diagnosis.evidence import Evidence
 from ruler_bench.leak.diagnosis.hypotheses import (
@@ -34,11 +35,13 @@ SMALL = (
     "experiment=diagnose",
     "device=cpu",
     "threads=1",
-    "length=512",
-    "backend.chunk_tokens=128",
+    "length=256",
+    "task.tokens_to_generate=16",
+    "backend.chunk_tokens=64",
     "out=here",
 )
-BLOCKS_OF_64, BLOCKS_OF_256 = "backend.kvcache_block_size=64", "backend.kvcache_block_size=256"
+"""Answers that a fault spoils seldom end by themselves: their length is what a run takes."""
+BLOCKS_OF_32, BLOCKS_OF_128 = "backend.kvcache_block_size=32", "backend.kvcache_block_size=128"
 """Rows of the last answer that are kept find room in the tail of long blocks alone."""
 
 
@@ -123,7 +126,7 @@ def test_what_differs_under_forced_synchronisation_is_no_race(made):
     assert found[SWITCHING] == CANNOT_SAY  # a leak alone may do that
 
 
-def diagnosed(cli, workdir, *more, blocks=BLOCKS_OF_64):
+def diagnosed(cli, workdir, *more, blocks=BLOCKS_OF_32):
     finished = cli(*SMALL, blocks, *more)
     assert finished.status in (0, 3, 5), finished.err
     assert "Diagnosis. " in finished.out
@@ -134,8 +137,8 @@ def diagnosed(cli, workdir, *more, blocks=BLOCKS_OF_64):
 
 
 ALL_BUT_AGED = (
-    "arms=[persistent,persistent_again,chunks_64,synchronised,slots_2,slots_2_synchronised,"
-    "recorded,chunks_64_recorded,layerwise,gpu_only_whole,attend_whole,attend_64,offload_never,"
+    "arms=[persistent,persistent_again,chunks_32,synchronised,slots_2,slots_2_synchronised,"
+    "recorded,chunks_32_recorded,layerwise,gpu_only_whole,attend_whole,attend_32,offload_never,"
     "offload_auto]"
 )
 
@@ -154,13 +157,13 @@ def test_a_sound_engine_supports_nothing_and_the_same_command_asks_nothing_again
     [
         (
             "positions_restart_each_chunk",
-            "recorded,chunks_64_recorded,persistent",
+            "recorded,chunks_32_recorded,persistent",
             POSITIONS,
             "num_samples=1",
         ),
         (
             "accumulator_not_rescaled",
-            "persistent,attend_64,attend_whole,chunks_64",
+            "persistent,attend_32,attend_whole,chunks_32",
             MERGE,
             "num_samples=1",
         ),
@@ -179,10 +182,11 @@ def test_a_sound_engine_supports_nothing_and_the_same_command_asks_nothing_again
     ],
 )
 def test_a_fault_supports_the_hypothesis_about_it(  # noqa: PLR0917
-    cli, workdir, fault, arms, hypothesis, setting
+    cli, workdir, monkeypatch, fault, arms, hypothesis, setting
 ):
-    blocks = BLOCKS_OF_256 if hypothesis == AGE else BLOCKS_OF_64
-    settings = (f"backend.fault={fault}", f"arms=[{arms}]", setting)
+    monkeypatch.setattr(streams, "AGING_REQUESTS", 4)  # this fault ages an engine by one
+    blocks = BLOCKS_OF_128 if hypothesis == AGE else BLOCKS_OF_32
+    settings = (f"backend.fault={fault}", f"arms=[{arms}]", setting, "fresh=inprocess")
     found = diagnosed(cli, workdir, *settings, blocks=blocks)
     assert found.pop(hypothesis) == SUPPORTED
     assert SUPPORTED not in found.values()
