@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -52,22 +51,13 @@ def fork_server() -> Iterator[None]:
         yield
 
 
-def call_in(folder: Path, *arguments: str, terminal: TextIO | None = None) -> Finished:
-    """Call `python -m ruler_bench` in this process, in a folder: for fixtures of a module.
-
-    Args:
-        folder: the working folder meanwhile.
-        arguments: of the command.
-        terminal: gets all that is printed, in place of the result.
-    """
+def call_in(folder: Path, *arguments: str) -> Finished:
+    """Call `python -m ruler_bench` in this process, in a folder: for fixtures of a module."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["ruler_bench", *arguments])
-        with (
-            contextlib.redirect_stdout(terminal or out),
-            contextlib.redirect_stderr(terminal or err),
-        ):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 status = main()
             finally:
