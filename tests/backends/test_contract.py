@@ -23,6 +23,8 @@ NAMES = sorted(
     one.stem for one in (config_dir() / "backend").glob("*.yaml") if one.stem not in ELSEWHERE
 )
 LENGTH, SHORT = 1024, 448
+OF_SAMPLES = 768
+"""Tokens of a sample: over a span of the attention, within the least context of every preset."""
 LONG = {"offload_two_slots_32k"}
 """Built for a context of its own, whatever the samples."""
 TELL_TOKENS = [name for name in NAMES if name not in ("oracle", "openai")]
@@ -54,8 +56,8 @@ def samples():
     tokenizer = load_tokenizer(str(model_folder("package:probe")))
     from ruler_bench.config import task_spec
 
-    spec = DataSpec(task_spec(config), LENGTH, 7, "base", tokenizer)
-    return [(one, tuple(tokenizer.encode_prompt(one.prompt))) for one in generate(spec, 3)]
+    spec = DataSpec(task_spec(config), OF_SAMPLES, 7, "base", tokenizer)
+    return [(one, tuple(tokenizer.encode_prompt(one.prompt))) for one in generate(spec, 2)]
 
 
 def settings_of(name, *overrides):
@@ -82,6 +84,7 @@ def backend(request):
     engine = start(request.param)
     yield engine
     engine.close()
+    engine.close()
 
 
 def ask(number, sample, ids, limit=None):
@@ -92,6 +95,22 @@ def ask(number, sample, ids, limit=None):
         max_new_tokens=limit or sample.tokens_to_generate,
         stop_token_ids=stop_token_ids(model_folder("package:probe")),
     )
+
+
+@pytest.fixture(scope="module")
+def answers(samples):
+    """Answer the samples with an engine that serves nothing else, once for the same settings."""
+    known = {}
+
+    def answer(*chosen):
+        if chosen not in known:
+            name, *overrides = chosen
+            engine = start(name, LENGTH, *overrides)
+            known[chosen] = [engine.generate(ask(n, *one)) for n, one in enumerate(samples)]
+            engine.close()
+        return known[chosen]
+
+    return answer
 
 
 def text_of(generation, request):
@@ -124,10 +143,11 @@ def test_every_setting_of_the_yaml_file_is_echoed(backend, request):
     assert set(asked) - {"_target_"} <= set(backend.describe())
 
 
-def test_it_answers_and_stops(backend, samples):
+@pytest.mark.parametrize("name", LESS)
+def test_it_answers_and_stops(name, answers, samples):
     for number, (sample, ids) in enumerate(samples):
         request = ask(number, sample, ids)
-        generation = backend.generate(request)
+        generation = answers(name)[number]
         assert sample.outputs[0] in text_of(generation, request)
         assert generation.finish_reason == "stop"
         if generation.token_ids is not None:
@@ -147,8 +167,8 @@ def test_the_limit_is_a_limit(backend, samples):
         assert generation.finish_reason == "length"
 
 
-def test_the_same_question_has_the_same_answer_after_others(backend, samples):
-    first = backend.generate(ask(20, *samples[0]))
+def test_the_same_question_has_the_same_answer_after_others(backend, answers, samples, request):
+    first = answers(request.node.callspec.params["backend"])[0]
     backend.generate(ask(21, *samples[1]))
     again = backend.generate(ask(22, *samples[0]))
     assert (first.token_ids, first.text, first.logits_digest) == (
@@ -158,38 +178,28 @@ def test_the_same_question_has_the_same_answer_after_others(backend, samples):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in LESS if name not in LONG])
-def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_goes_on(name, samples):
-    engine = start(name)
+@pytest.mark.parametrize(
+    "backend", [name for name in LESS if name not in LONG], indirect=True, scope="module"
+)
+def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_goes_on(backend, samples):
     sample, ids = samples[0]
-    try:
-        with pytest.raises(PromptTooLong, match=str(LENGTH)) as caught:
-            engine.generate(ask(0, sample, ids * 3))
-        assert isinstance(caught.value, RequestError)
-        assert engine.generate(ask(1, sample, ids)).finish_reason == "stop"
-    finally:
-        engine.close()
-        engine.close()
+    with pytest.raises(PromptTooLong, match=str(LENGTH)) as caught:
+        backend.generate(ask(0, sample, ids * 3))
+    assert isinstance(caught.value, RequestError)
+    assert backend.generate(ask(1, sample, ids)).finish_reason == "stop"
 
 
-def answers_of(name, samples, *overrides):
-    engine = start(name, LENGTH, *overrides)
-    found = [engine.generate(ask(n, *one)) for n, one in enumerate(samples)]
-    engine.close()
-    return found
-
-
-def test_all_engines_give_the_same_tokens_and_ours_the_same_bits(samples):
-    answers = {name: answers_of(name, samples) for name in TELL_TOKENS}
-    tokens = {name: [one.token_ids for one in found] for name, found in answers.items()}
+def test_all_engines_give_the_same_tokens_and_ours_the_same_bits(answers):
+    found_by = {name: answers(name) for name in TELL_TOKENS}
+    tokens = {name: [one.token_ids for one in found] for name, found in found_by.items()}
     assert {"gpu_only", "hf", "offload", "offload_layerwise"} <= set(tokens)
     for name, found in tokens.items():
         assert found == tokens["gpu_only"], name
-    bits = {name: [one.logits_digest for one in found] for name, found in answers.items()}
+    bits = {name: [one.logits_digest for one in found] for name, found in found_by.items()}
     assert bits["offload"] == bits["gpu_only"]
     # Layer-wise takes prompts whole and reads the history in one call.
     whole = ("backend.chunk_tokens=null", "backend.attend_tokens=null")
-    plain = answers_of("gpu_only", samples, *whole)
+    plain = answers("gpu_only", *whole)
     assert bits["offload_layerwise"] == [one.logits_digest for one in plain]
 
 

@@ -27,14 +27,14 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def under_interpreter():
-    """Run a file of tests with Triton's kernels run by its interpreter; return what pytest said.
+    """Run files of tests with Triton's kernels run by its interpreter; return what pytest said.
 
     In a process of its own: Triton decides when it is imported whether it interprets.
     """
     pytest.importorskip("triton")
 
-    def run(file):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    def run(*files):
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *map(str, files)]
         environment = {
             name: value
             for name, value in os.environ.items()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from backends.base import Request
 from backends.engine import gpu_only, offload
 from backends.engine.cache.offload_geometry import blocks_in_span
 from backends.engine.shape import FAMILIES
@@ -73,7 +74,9 @@ def test_other_cuts_round_otherwise(tiny, reference, ask):
 @pytest.mark.parametrize(("slots", "block"), RINGS)
 def test_offload_has_the_bits_of_gpu_only(slots, block, tiny, reference, ask):
     engine = build(tiny, slots, block)
-    lengths = {*around(1, ATTEND, CHUNK, 2 * CHUNK, 3 * CHUNK), *around(block, 3 * block)}
+    lengths = {*around(CHUNK), *around(block, 3 * block)}
+    if slots in {2, 4}:  # what the cuts do to a prompt does not hang on the slots
+        lengths |= {*around(1, ATTEND, 3 * CHUNK)}
     for tokens in sorted(length for length in lengths if length <= CONTEXT - NEW):
         assert_same(ask(engine, tokens, NEW), reference(tokens))
 
@@ -203,10 +206,16 @@ def test_three_processes_and_three_orders_give_the_same_digests(tiny, prompt):
             text=True,
             cwd=ROOT,
         )
-        for order in orders
+        for order in orders[:2]
     ]
-    answers = [json.loads(process.communicate(timeout=120)[0]) for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0]
+    engine = offload(**settings)
+    here = {
+        name: engine.generate(Request(at, "", *requests[name])).logits_digest
+        for at, name in enumerate(orders[2])
+    }
+    told = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    answers = [*told, {name: list(digest) for name, digest in here.items()}]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(map(tuple, answers[0].values()))) == 3
 

@@ -1,12 +1,10 @@
 """The lists of blocks for FlexAttention against a plain reading of them.
 
-In a process with TRITON_INTERPRET=1, which the last test starts, they are made by Triton's kernel.
+In a process with TRITON_INTERPRET=1, which test_interpreted.py starts, Triton's kernel makes them.
 """
 
 import os
-from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,6 @@ from backends.engine.block_mask import BlockLists, find_lay_blocks
 from backends.engine.policy import BLOCK_TOKENS, Place, causal_blocks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[3]
 UNTOUCHED = 77
 
 
@@ -89,8 +86,3 @@ def test_slices_of_rows_and_of_columns(monkeypatch):
 
 def test_a_cpu_lays_with_pytorch():
     assert find_lay_blocks(torch.device("cpu")) is block_mask.lay_blocks
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it starts this process")
-def test_under_the_interpreter(under_interpreter):
-    assert "3 passed, 1 skipped" in under_interpreter(__file__)

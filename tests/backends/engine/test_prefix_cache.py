@@ -80,14 +80,15 @@ SHAPES = [(24, 24), (24, 8), (24, 48), (24, 1), (24, 16), (10, 15)]
 """Of a chunk and a block: equal, whole parts, multiples, and such as meet later."""
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @settings(
     deadline=None,
-    max_examples=15,
+    max_examples=2,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_a_hit_gives_the_bits_of_a_miss(data, tiny, ask, alone, branch):
-    chunk, block = data.draw(st.sampled_from(SHAPES), label="chunk and block")
+def test_a_hit_gives_the_bits_of_a_miss(shape, data, tiny, ask, alone, branch):  # noqa: PLR0917
+    chunk, block = shape
     least = max(blocks_in_span(ATTEND, block, CONTEXT), 2)
     slots = data.draw(st.integers(least, max(least, 8)), label="slots")
     roomy = data.draw(st.booleans(), label="roomy")

@@ -108,7 +108,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(deadline=None, max_examples=100)
+TestPool.settings = settings(deadline=None, max_examples=40)
 
 
 def test_a_block_is_given_back_once():

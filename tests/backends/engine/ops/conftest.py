@@ -1,7 +1,7 @@
 """The implementation under test, its tolerances, and random tensors.
 
 In a process with TRITON_INTERPRET=1 it is Triton's, run by its interpreter on CPU tensors, else
-PyTorch's. `test_interpreted.py` starts such a process.
+PyTorch's. `../test_interpreted.py` starts such a process.
 """
 
 import os

@@ -83,8 +83,8 @@ def rotated(heads, positions, frequencies, scaling):
 @pytest.mark.parametrize("with_norm", [False, True])
 @FEW
 @given(
-    rows=st.integers(1, 4),
-    heads=st.sampled_from([(1, 1), (4, 2), (18, 1), (20, 20)]),
+    rows=st.integers(1, 3),
+    heads=st.sampled_from([(1, 1), (4, 2), (18, 1), (9, 9)]),
     head_dim=st.sampled_from([2, 16, 64, 80, 96, 256]),
     start=st.sampled_from([0, 1, 300, 131_000]),
     offset=st.sampled_from([0, 1, 4096]),

@@ -1,7 +1,7 @@
 """The estimate under test, random queries and keys, and a prompt's selection put together.
 
 In a process with TRITON_INTERPRET=1 the estimate is Triton's, run by its interpreter on CPU
-tensors, else PyTorch's. `test_interpreted.py` starts such a process.
+tensors, else PyTorch's. `../test_interpreted.py` starts such a process.
 """
 
 import os
