@@ -17,8 +17,10 @@ from ruler_bench.cli import (
 from ruler_bench.job import job
 from ruler_bench.launch_packages import check_launcher
 from ruler_bench.sweep import run_sweep
+from ruler_bench.unread import unread_output
 
 
+@unread_output()
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
     try:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from backends.base import ConfigurationError
 from ruler_bench.errors import UsageError, one_line
+from ruler_bench.unread import unread_output
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 GOES_ON = "Interrupted: the same command goes on."
@@ -45,18 +46,16 @@ def status_of(command: Callable[[], int], on_interrupt: str = "") -> int:
         command: returns its status.
         on_interrupt: what to say on Ctrl-C; "" for nothing.
     """
-    try:
-        return command()
-    except ConfigurationError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        if on_interrupt:
-            print(on_interrupt, file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # `| head`
-        sys.stderr.close()
-        return 0
+    with unread_output():
+        try:
+            return command()
+        except ConfigurationError as error:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            return USAGE_ERROR
+        except KeyboardInterrupt:
+            if on_interrupt:
+                print(on_interrupt, file=sys.stderr)
+            return INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -33,9 +33,11 @@ from ruler_bench.errors import UsageError
 from ruler_bench.folders import folder_of
 from ruler_bench.tasks import DataSpec, generate
 from ruler_bench.tasks.sample import Sample
+from ruler_bench.unread import unread_output
 from ruler_bench.values import MAX_LENGTH, check_int
 
 
+@unread_output()
 def main() -> int:
     """Run the command line in sys.argv and return the exit status."""
     try:

@@ -6,7 +6,13 @@ import time
 
 import pytest
 
-from ruler_bench.command_line import GOES_ON, INTERRUPTED, USAGE_ERROR, status_of, terminable
+from ruler_bench.command_line import (
+    GOES_ON,
+    INTERRUPTED,
+    USAGE_ERROR,
+    status_of,
+    terminable,
+)
 from ruler_bench.errors import UsageError
 
 

@@ -10,6 +10,7 @@ from backends.base import ConfigurationError
 from ruler_bench.cell import Cell
 from ruler_bench.cli import USAGE_ERROR, JobResult, choices_and_overrides, print_error, run_app
 from ruler_bench.config import cells
+from ruler_bench.unread import unread_output
 
 BROKEN = 1
 HELP = """\
@@ -26,6 +27,7 @@ exit status: 0 the contract is kept, 1 it is not, 2 wrong usage
 """
 
 
+@unread_output()
 def main() -> int:
     """Check the backend of the command line in sys.argv and return the exit status.
 
