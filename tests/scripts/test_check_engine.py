@@ -13,17 +13,18 @@ from backends.base import Generation, Request, RequestError
 from ruler_bench.host import start_backend
 from ruler_bench.records import read_records
 from scripts import check_engine
+from scripts.check import soak
 from scripts.check.engines import TARGETS
 from scripts.check.processes import here
 
-LENGTHS = ["1", "31", "33", "150"]
+LENGTHS = ["1", "31", "33", "70"]
 ENGINES = ["--chunk-tokens", "64", "--block-tokens", "32", "--device", "cpu"]
 SIZES = {
     "bits": ["bits", "--lengths", *LENGTHS, "--new-tokens", "2"],
     "accuracy": ["accuracy", "--tasks", "niah_single_1", "niah_multikey_2", "--samples", "2",
                  "--length", "400"],
     "acceptance": ["--acceptance", "--acceptance-samples", "3", "--length", "400"],
-    "soak": ["soak", "--requests", "20", "--longest", "60", "--fresh", "3"],
+    "soak": ["soak", "--requests", "20", "--longest", "40", "--fresh", "3"],
 }  # fmt: skip
 
 CHUNKED_ONLY = ["--presets", "offload"]
@@ -34,6 +35,11 @@ Fault = Callable[[str, int, int, Request, Generation], Generation]
 
 def prove(out: Path, *arguments: str, launch=here) -> int:
     return check_engine.main(["--out", str(out), *ENGINES, *arguments], launch)
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "MOST_NEW_TOKENS", 3)
 
 
 @pytest.fixture
