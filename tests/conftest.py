@@ -9,12 +9,31 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hypothesis import settings
 
 from ruler_bench import lives
 from ruler_bench.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 PROBE = ROOT / "ruler_bench" / "assets" / "probe"
+LONGEST = (
+    "scripts/test_measure_detector.py",
+    "leak/test_diagnose.py",
+    "docs/test_commands.py",
+    "scripts/test_check_engine.py",
+    "test_run.py",
+    "controls/test_reused_caches.py",
+    "test_sweep.py",
+    "test_run_arms.py",
+    "scripts/test_founding_case.py",
+    "test_cli.py",
+    "backends/test_contract.py",
+    "backends/engine/test_interpreted.py",
+)
+"""Files that take longest: begun first, so that no process is left with one of them at the end."""
+
+settings.register_profile("any machine", deadline=None)  # how long it takes says nothing here
+settings.load_profile("any machine")
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,12 @@ class Finished:
 
 
 Cli = Callable[..., Finished]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session", autouse=True)
