@@ -5,12 +5,12 @@ import gc
 import pytest
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _modules_left_out_of_garbage() -> None:
-    """Freeze the imported modules' own objects, as commands do.
+    """Freeze what lives between tests, modules above all.
 
     Every engine that ends has garbage looked for, which takes a third of a second where all that
-    the tests have imported is looked through.
+    was ever imported is looked through. Anew for each test, since an engine imports more.
     """
     gc.collect()
     gc.freeze()
