@@ -3,77 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import doc_outside
+from doc_held import PROBE, Done, Held, call
 from doc_pages import ROOT, tokens
-from hydra.core.global_hydra import GlobalHydra
-
-MAINS = {
-    "ruler_bench": "ruler_bench.__main__",
-    "ruler_bench.compare": "ruler_bench.compare",
-    "ruler_bench.divergence": "ruler_bench.divergence.__main__",
-    "ruler_bench.minimise": "ruler_bench.minimise",
-    "ruler_bench.prepare": "ruler_bench.prepare",
-    "ruler_bench.report": "ruler_bench.report.__main__",
-    "ruler_bench.score": "ruler_bench.score_files",
-    "ruler_bench.show": "ruler_bench.show",
-    "ruler_bench.testing": "ruler_bench.testing.__main__",
-}
-"""Where the main of `python -m NAME` is."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """How a command is held.
-
-    Attributes:
-        by: "call" gives it to its program, in this process; "parse" has the script's own parser
-            read it; "make" has make say what it would do; "pip" looks its extra up in
-            pyproject.toml; "read" starts nothing, since `why`.
-        status: the exit status that is right.
-        swap: what stands in for placeholders, and for what takes long, in any word.
-        add: words behind it; one with a key that is there takes that one's place.
-        drop: how words begin that are left out.
-        before: commands of the documents, in the folder, that it needs.
-        or_says: status 2 is right, too, with this in the message: a package that is not here.
-        why: what keeps it from being run as it stands.
-    """
-
-    by: str = "call"
-    status: int = 0
-    swap: Mapping[str, str] = field(default_factory=dict)
-    add: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
-    or_says: str | None = None
-    why: str = ""
-
-    def arguments(self, words: Sequence[str]) -> list[str]:
-        """Return the words to give."""
-        for old, new in self.swap.items():
-            words = [word.replace(old, new) for word in words]
-        keys = {one.partition("=")[0] for one in self.add if "=" in one}
-        kept = [one for one in words if "=" not in one or one.partition("=")[0] not in keys]
-        return [*(one for one in kept if not one.startswith(self.drop or ("\0",))), *self.add]
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command left."""
-
-    status: int
-    out: str
-    err: str
 
 
 @dataclass
@@ -89,83 +29,30 @@ class Site:
         if text not in self.done:
             held = self.table[text]
             for one in held.before:
-                assert self.hold(one).status == self.table[one].status, self.done[one].err
-            self.done[text] = HOW[held.by](held.arguments(shlex.split(text)), self.folder)
+                done = self.hold(one)
+                assert self.table[one].is_right(done), f"{one}\n{done.err}"
+            if held.by == "pip":
+                self._give_pips()
+            else:
+                self.done[text] = self._given(held, held.arguments(shlex.split(text)))
         return self.done[text]
 
+    def _give_pips(self) -> None:
+        """Give all commands of pip's: one start for all of them."""
+        texts = [text for text, held in self.table.items() if held.by == "pip"]
+        words = [self.table[text].arguments(shlex.split(text)) for text in texts]
+        self.done |= dict(zip(texts, doc_outside.pips(words, self.folder), strict=True))
 
-def call(words: Sequence[str], folder: Path) -> Done:
-    """Run `python -m NAME ...` or `python SCRIPT ...` in this process, as if in a folder."""
-    name, arguments = _program(words)
-    importlib.invalidate_caches()
-    main = importlib.import_module(MAINS.get(name, name)).main
-    return _called(main, [name, *arguments], folder)
-
-
-def parse(words: Sequence[str], folder: Path) -> Done:
-    """Have a script's own parser read its arguments."""
-    name, arguments = _program(words)
-    parser = importlib.import_module(name).parse
-    return _called(lambda: parser(arguments) and 0, [name, *arguments], folder)
-
-
-def _program(words: Sequence[str]) -> tuple[str, list[str]]:
-    assert words[0] == "python", words
-    if words[1] == "-m":
-        return words[2], list(words[3:])
-    return words[1].removesuffix(".py").replace("/", "."), list(words[2:])
-
-
-def _called(main: Callable[[], int], argv: list[str], folder: Path) -> Done:
-    out, err = io.StringIO(), io.StringIO()
-    before = sys.argv
-    sys.argv = argv
-    try:
-        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-        with contextlib.chdir(folder), streams[0], streams[1]:
-            status = _status(main, err)
-    finally:
-        sys.argv = before
-        GlobalHydra.instance().clear()
-    return Done(status, out.getvalue(), err.getvalue())
-
-
-def _status(main: Callable[[], int], err: io.StringIO) -> int:
-    try:
-        return int(main() or 0)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    except Exception:
-        err.write(traceback.format_exc())
-        return 1
-
-
-def make(words: Sequence[str], folder: Path) -> Done:
-    """Have make say what it would do."""
-    found = subprocess.run(
-        ["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return Done(found.returncode, found.stdout, found.stderr)
-
-
-def pip(words: Sequence[str], folder: Path) -> Done:
-    """Look up whether pyproject.toml has the extras that are named."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    missing = []
-    for word in words[2:]:
-        name, _, extras = word.rstrip("]").partition("[")
-        if name.replace("_", "-") in (project["name"], "."):
-            wanted = [one for one in extras.split(",") if one]
-            missing += [one for one in wanted if one not in project["optional-dependencies"]]
-    return Done(len(missing), "", f"no such extra: {missing}")
-
-
-def read(words: Sequence[str], folder: Path) -> Done:
-    """Do nothing: the table says why."""
-    return Done(0, "", "")
-
-
-HOW = {"call": call, "parse": parse, "make": make, "pip": pip, "read": read}
+    def _given(self, held: Held, words: list[str]) -> Done:
+        if held.by == "shell":
+            return doc_outside.shell(words, self.folder / held.place, held.then)
+        if held.by == "make":
+            return doc_outside.make(words, self.folder)
+        with contextlib.ExitStack() as stack:
+            given = [stack.enter_context(one(self.folder)) for one in held.within]
+            return call(
+                words, self.folder, {key: value for one in given for key, value in one.items()}
+            )
 
 
 def furnish(folder: Path) -> None:
@@ -173,8 +60,11 @@ def furnish(folder: Path) -> None:
     package, engine = folder / "my_package.py", folder / "my_engine"
     package.write_text(block(ROOT / "README.md", "python"), encoding="utf-8")
     page = ROOT / "docs" / "add_a_backend.md"
-    for name in ("my_engine/__init__.py", "my_engine/configs/backend/my_engine.yaml"):
-        path = folder / name
+    # Once as it is imported, once as pip installs it.
+    names = ["my_engine/__init__.py", "my_engine/configs/backend/my_engine.yaml"]
+    places = {one: one for one in names} | {f"project/{one}": one for one in names}
+    for place, name in (places | {"project/pyproject.toml": "pyproject.toml"}).items():
+        path = folder / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block(page, Path(name).suffix, name), encoding="utf-8")
     page = ROOT / "docs" / "add_a_task.md"
@@ -189,6 +79,7 @@ def furnish(folder: Path) -> None:
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my-engine\nVersion: 0.1\n")
     points = "[ruler_bench.configs]\nmy_engine = my_engine.configs\n"
     (information / "entry_points.txt").write_text(points)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
     _thinking_model(folder / "thinking_model")
     oracle = ["python", "-m", "ruler_bench", "backend=oracle", "length=1024", "num_samples=4"]
     for name, arm in (("A", "persistent"), ("B", "fresh"), ("C", "fresh"), ("D", "persistent")):
@@ -207,7 +98,7 @@ def block(page: Path, language: str, file: str = "") -> str:
 
 def _thinking_model(folder: Path) -> None:
     """Make a model whose chat template has what `system` and `thinking` set."""
-    shutil.copytree(ROOT / "ruler_bench" / "assets" / "probe", folder)
+    shutil.copytree(PROBE, folder)
     (folder / "chat_template.jinja").write_text(
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
         "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
