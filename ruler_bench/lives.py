@@ -53,6 +53,7 @@ MODELS_PRELOADED = (
 WITHOUT_MODEL = ("backends.oracle", "backends.openai_server")
 CLOSE_SECONDS = 60
 SHOWN_LINES = 20
+ENDED_TOGETHER_SECONDS = 0.5
 INTERRUPT_SECONDS = 5
 """How long an engine may take to close when the run is interrupted."""
 
@@ -336,6 +337,10 @@ class ProcessLife:
                 return self._connection.recv()
         except (EOFError, OSError):
             self._join(process, CLOSE_SECONDS)
+            if process.exitcode == -signal.SIGKILL:
+                # Who ends a whole tree of processes, as joblib does on Ctrl-C, ends this one in a
+                # moment, too. Then it is no error of the request.
+                time.sleep(ENDED_TOGETHER_SECONDS)
             self.end()
             return Failure(
                 f"EngineDied: the engine's process ended during {what} ({_ending(process)})",
