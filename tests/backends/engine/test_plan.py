@@ -72,7 +72,6 @@ def storage_bytes():
         return list(found.values())
 
     yield of_tensors
-    gc.unfreeze()
 
 
 @every_preset
