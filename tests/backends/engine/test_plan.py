@@ -71,7 +71,7 @@ def storage_bytes():
                 found[storage.data_ptr()] = storage.nbytes()
         return list(found.values())
 
-    yield of_tensors
+    return of_tensors
 
 
 @every_preset
