@@ -5,15 +5,8 @@ from __future__ import annotations
 import sys
 
 from backends.base import ConfigurationError
-from ruler_bench.cli import (
-    GOES_ON,
-    INTERRUPTED,
-    USAGE_ERROR,
-    asks_for_multirun,
-    print_error,
-    run_app,
-    worst,
-)
+from ruler_bench.cli import asks_for_multirun, print_error, run_app, worst
+from ruler_bench.command_line import GOES_ON, INTERRUPTED, USAGE_ERROR
 from ruler_bench.job import job
 from ruler_bench.launch_packages import check_launcher
 from ruler_bench.sweep import run_sweep

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,16 +30,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from backends.base import ConfigurationError
+from ruler_bench.command_line import GOES_ON, INTERRUPTED, USAGE_ERROR, terminable
 from ruler_bench.config import config_dir, register_schemas
 from ruler_bench.config_packages import check_one_provider, config_names
 from ruler_bench.errors import UsageError, nearest, one_line, unknown_name
 from ruler_bench.launch_packages import GROUP as LAUNCHER
 from ruler_bench.launch_packages import PACKAGES
 
-USAGE_ERROR, SAMPLE_ERRORS, INTERRUPTED = 2, 1, 130
+SAMPLE_ERRORS = 1
 STATUS_ORDER = (USAGE_ERROR, INTERRUPTED, 3, 4, 5, 6, SAMPLE_ERRORS)
 STATUS_FILE = "status.json"
-GOES_ON = "Interrupted: the same command goes on."
 SWEPT_KEYS = "RULER_BENCH_SWEPT_KEYS"
 
 Job = Callable[[DictConfig], "JobResult"]
@@ -201,20 +200,6 @@ def run_job_of_sweep(job: Job, config: DictConfig) -> JobResult:
         result = JobResult(SAMPLE_ERRORS, errors=[f"{type(error).__name__}: {one_line(error)}"])
     write_status(result)
     return result
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Let SIGTERM end what runs as Ctrl-C does, with the partial table."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def refused(error: ConfigurationError) -> JobResult:

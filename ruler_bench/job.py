@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 from backends.base import ConfigurationError
 from ruler_bench.cli import (
-    GOES_ON,
-    INTERRUPTED,
     SAMPLE_ERRORS,
-    USAGE_ERROR,
     CellRef,
     JobResult,
     choices_and_overrides,
@@ -29,6 +26,7 @@ from ruler_bench.cli import (
     worst,
     write_status,
 )
+from ruler_bench.command_line import GOES_ON, INTERRUPTED, USAGE_ERROR
 from ruler_bench.config import cells
 
 

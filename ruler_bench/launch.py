@@ -29,7 +29,6 @@ from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, open_dict, read_write
 
 from ruler_bench.cli import (
-    INTERRUPTED,
     SAMPLE_ERRORS,
     STATUS_FILE,
     JobResult,
@@ -38,6 +37,7 @@ from ruler_bench.cli import (
     run_job_of_sweep,
     write_status,
 )
+from ruler_bench.command_line import INTERRUPTED
 from ruler_bench.errors import one_line
 from ruler_bench.launch_gpus import VISIBLE, one_of, visible_gpus
 

@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from backends.base import ConfigurationError
 from ruler_bench.cli import (
-    USAGE_ERROR,
     JobResult,
     asks_for_multirun,
     choices_and_overrides,
     print_error,
     run_app,
 )
+from ruler_bench.command_line import USAGE_ERROR
 from ruler_bench.config import (
     PACKAGED_PREFIX,
     PrepareConfig,

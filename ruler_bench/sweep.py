@@ -23,10 +23,8 @@ from hydra.errors import HydraException
 
 from backends.base import ConfigurationError
 from ruler_bench.cli import (
-    INTERRUPTED,
     LAUNCHER_KEYS,
     SAMPLE_ERRORS,
-    USAGE_ERROR,
     JobResult,
     asks_for_multirun,
     check_launcher_settings,
@@ -34,9 +32,9 @@ from ruler_bench.cli import (
     print_error,
     read_statuses,
     swept_keys_override,
-    terminable,
     worst,
 )
+from ruler_bench.command_line import INTERRUPTED, USAGE_ERROR, terminable
 from ruler_bench.config import config_dir
 from ruler_bench.config_packages import config_names
 from ruler_bench.errors import UsageError

@@ -8,7 +8,8 @@ from omegaconf import DictConfig
 
 from backends.base import ConfigurationError
 from ruler_bench.cell import Cell
-from ruler_bench.cli import USAGE_ERROR, JobResult, choices_and_overrides, print_error, run_app
+from ruler_bench.cli import JobResult, choices_and_overrides, print_error, run_app
+from ruler_bench.command_line import USAGE_ERROR
 from ruler_bench.config import cells
 from ruler_bench.unread import unread_output
 
